@@ -94,8 +94,7 @@ def test_slow_bf16_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
             precision.warn_if_slow(dtype, CPU)
-    assert len(caplog.messages) == 1 and caplog.messages[0].count("GFLOP/s") == 1
-    assert "in float32; set dtype (or precision) to auto or float32" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "; set dtype (or precision) to auto or float32" in caplog.messages[0]
     precision.warn_if_slow.cache_clear()
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
     precision.warn_if_slow(torch.bfloat16, CPU)
