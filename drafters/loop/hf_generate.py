@@ -1,8 +1,8 @@
 """A drafter inside transformers: ``model.generate(**inputs, custom_generate=drafter.for_transformers())``.
 
-transformers prepares inputs, logits processors and stopping criteria as for its own decoding; the tokens come from our
-loop. In float32 greedy output equals that of stock ``generate``. Sampled output has the same distribution, from other
-random numbers: their seed comes from torch's global generator unless one is given.
+transformers prepares inputs, logits processors and stopping criteria as for its own decoding; the tokens come from the
+loop of this toolkit. In float32, greedy output equals that of stock ``generate``. Sampled output has the same
+distribution but other random numbers, seeded from torch's global generator or by ``seed``.
 """
 
 import math
@@ -50,8 +50,8 @@ from drafters.loop.trace import Trace
 if TYPE_CHECKING:
     from drafters.base import Drafter
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what Sampling does, in its order
-# Of these a row's scores hang on that row alone, whatever else is in the batch.
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # covered by Sampling, in its order
+# Processors whose scores of a row do not depend on the other rows of the batch.
 BY_ROW = WARPERS + (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -70,7 +70,7 @@ BY_ROW = WARPERS + (
     SuppressTokensLogitsProcessor,
     TypicalLogitsWarper,
 )
-REFUSED = {  # what may stand in a generation config, its values that are off, and what to do instead
+REFUSED = {  # key of a generation config -> its values that are off, and what to do about others
     "num_beams": ((None, 1), "beams compare whole texts, and a drafter decodes one; drop num_beams"),
     "penalty_alpha": ((None, 0), "contrastive search is another way of decoding; drop penalty_alpha"),
     "dola_layers": ((None,), "DoLa is another way of decoding; drop dola_layers"),
@@ -86,7 +86,7 @@ REFUSED = {  # what may stand in a generation config, its values that are off, a
     "output_hidden_states": ((None, False), "hidden states are not kept; drop output_hidden_states"),
     "cache_implementation": ((None, "dynamic", "static"), "the cache is our own; drop cache_implementation"),
 }
-# Of what generate hands over beside these, nothing may be left out.
+# Model arguments of generate that are handled; any other is an error.
 UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
 
 
@@ -94,13 +94,11 @@ class TransformersMixin:
     """Gives a drafter its ``for_transformers``."""
 
     def for_transformers(self, streamer: Any = None, seed: int | None = None) -> "ForTransformers":
-        """Return what decodes with this drafter: ``model.generate(**inputs, custom_generate=...)``.
-
-        ``model`` is the target's own model.
+        """Return the argument of ``model.generate(**inputs, custom_generate=...)``; ``model`` is the target's model.
 
         Args:
-            streamer: gets the tokens as they are committed; transformers does not pass on the one of ``generate``.
-            seed: of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
+            streamer: gets the tokens when they are committed; transformers does not pass on the one of ``generate``.
+            seed: seed of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
 
         Raises:
             ValueError: the method is lossy.
@@ -139,10 +137,10 @@ class ForTransformers:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """The prompts ``[B, T]``, padded on the left, and their continuations, padded on the right.
+        """Return the prompts ``[B, T]``, padded on the left, with their continuations, padded on the right.
 
         Raises:
-            ValueError: ``model`` is not the drafter's target, or something is asked for that no draft can serve.
+            ValueError: ``model`` is not the drafter's target, or an option that drafters do not support.
         """
         self._check_model(model)
         check_config(generation_config, len(input_ids), self.streamer)
@@ -164,7 +162,7 @@ class ForTransformers:
         return sequences
 
     def _decode(self, prompts: list[list[int]], control: "FromTransformers", sample: bool) -> list[list[int]]:
-        """The new tokens of each row."""
+        """Decode, at most ``max_batch`` rows at a time, and return the new tokens of each row."""
         sampling = control.sampling if sample else Sampling()
         seed = int(torch.randint(1 << 62, ())) if self.seed is None and sample else self.seed or 0
         at_once, new, self.traces = self.drafter.max_batch or len(prompts), [], []
@@ -188,11 +186,11 @@ class ForTransformers:
         return new
 
     def _stream(self, row: int, tokens: list[int]) -> None:
-        for token in tokens:  # one at a time: what a streamer gets from stock generate
+        for token in tokens:  # one at a time, as stock generate does
             self.streamer.put(torch.tensor([token]))
 
     def _check_model(self, model: PreTrainedModel) -> None:
-        """Raise ValueError unless ``model`` has the weights of the drafter's target, and computes with them alike."""
+        """Raise ValueError unless ``model`` has the weights and the precision of the drafter's target."""
         target = self.drafter.target
         build = "build the drafter on it: load_drafter(..., TargetModel(model))"
         if target.quantize is not None:
@@ -219,14 +217,15 @@ class ForTransformers:
 
 
 class FromTransformers:
-    """The logits processors and stopping criteria of one ``generate`` call, as the loop asks for them.
+    """The logits processors and stopping criteria of one ``generate`` call, as the loop's ``Control``.
 
     Attributes:
-        sampling: what of the processors ``Sampling`` does; by it drafts are drawn.
-        alters: whether there are others, or these in another order.
-        criteria: those beside the limit and EOS, which the loop knows.
-        eos: where rows end. room: new tokens at most.
-        first: the row of the batch that is the loop's first.
+        sampling: the part of the processors that ``Sampling`` covers; it shapes the drafts.
+        alters: True if there are other processors, or these in another order.
+        criteria: stopping criteria other than the limit and EOS, which the loop checks itself.
+        eos: tokens that end a row.
+        room: most new tokens.
+        first: index in the batch of the loop's first row.
     """
 
     def __init__(self, input_ids: Tensor, processors: list[LogitsProcessor], criteria: list[StoppingCriteria]) -> None:
@@ -257,9 +256,9 @@ class FromTransformers:
     def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
         row, text = self._text(row, new)
         scores = logits.to(text.device)[None]
-        for each, alone in zip(self.processors, self.by_row[row], strict=True):
-            if alone is not None:
-                scores = alone(text[row : row + 1], scores)
+        for each, own in zip(self.processors, self.by_row[row], strict=True):
+            if own is not None:
+                scores = own(text[row : row + 1], scores)
             else:
                 scores = each(text, scores.repeat(len(text), 1))[row : row + 1]
         return scores[0].to(logits.device)
@@ -273,9 +272,9 @@ class FromTransformers:
         return False
 
     def _text(self, row: int, new: list[int]) -> tuple[int, Tensor]:
-        """The row's place in the whole batch, and its text ``[B, T + n]``, in the place of every row.
+        """Index of the row in the whole batch, and its text, repeated for every row: ``[B, T + n]``.
 
-        Processors may know the batch (a length of padding a row): they see as many rows as they were made for.
+        A processor may have state per row (lengths of padding), so it gets as many rows as it was made for.
         """
         row += self.first
         added = torch.tensor(new, dtype=self.texts.dtype, device=self.texts.device)
@@ -283,7 +282,7 @@ class FromTransformers:
 
 
 def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
-    """What of the ``processors`` ``Sampling`` does, and whether they do anything else."""
+    """The part of the processors that ``Sampling`` covers, and True if they do anything else."""
     kinds = [type(each) for each in processors]
     usual = {"filter_value": -math.inf, "min_tokens_to_keep": 1}
     warpers = [
@@ -300,7 +299,7 @@ def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
 
 
 def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
-    """What ``each`` is for one row of the batch by itself; None where it may know the batch."""
+    """The processor for a single row of the batch; None if its scores may depend on other rows."""
     if isinstance(each, PrefixConstrainedLogitsProcessor):
         allowed = each._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
@@ -312,7 +311,7 @@ def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
 
 
 def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
-    """Raise ValueError for what a drafter cannot do, with what to drop."""
+    """Raise ValueError for options that drafters do not support; the message says what to drop."""
     for name, (off, instead) in REFUSED.items():
         if (value := getattr(config, name, None)) not in off:
             raise ValueError(f"custom_generate with a drafter: found {name}={value!r}; {instead}")
@@ -321,10 +320,10 @@ def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
 
 
 def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The ids of each row without its padding.
+    """Return the ids of each row without its padding.
 
     Raises:
-        ValueError: a mask that is no padding on the left, positions of another kind, or other inputs.
+        ValueError: padding that is not on the left, positions that do not count from 0, or other inputs.
     """
     others = [name for name, value in model_kwargs.items() if value is not None and name not in UNDERSTOOD]
     if others or not input_ids.shape[1]:
@@ -346,7 +345,7 @@ def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int
 
 
 def appended(input_ids: Tensor, new: list[list[int]], pad: Tensor | None) -> Tensor:
-    """``[B, T + n]``: the ``new`` tokens behind the prompts, filled with ``pad``."""
+    """Append the ``new`` tokens to the prompts, padded with ``pad``: ``[B, T + n]``."""
     width = max(map(len, new))
     fill = 0 if pad is None else int(pad)
     rows = [row + [fill] * (width - len(row)) for row in new]
