@@ -14,7 +14,7 @@ from drafters.config import UNSHIFTED
 from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
-from drafters.model.rows import CHAIN, Rows
+from drafters.model.rows import Rows
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, ShapePolicy
 
@@ -63,16 +63,17 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
     features = torch.randn(1, behind + rows, target.hidden_size, generator=generator).bfloat16()
     tokens = torch.randint(0, 97, (1, behind + rows), generator=generator)
     caches = [target.new_cache(1, 100, layers=1) for _ in range(2)]
-    for cache in caches:
-        drafter._extend(features[:, :behind], tokens[:, :behind], CHAIN, cache)
+    for cache in reversed(caches):
+        drafter._cache = cache
+        drafter._extend(features[:, :behind], tokens[:, :behind])
         cache.commit_first([behind])
     head.read([tokens[0].tolist()])
-    predicted = drafter._extend(features[:, behind:], tokens[:, behind:], CHAIN, caches[0])[:, -1:]
+    predicted = drafter._extend(features[:, behind:], tokens[:, behind:])[:, -1:]
     caches[0].commit_first([rows])
     logits: list[Tensor] = []
 
     def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        logits.append(drafter._extend(features, head.tokens(places), rows, caches[0]))
+        logits.append(drafter._extend(features, head.tokens(places), rows))
         return logits[-1]
 
     theirs = TorchPasses(predicted, extend, head)
