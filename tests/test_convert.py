@@ -78,7 +78,7 @@ def test_a_head_with_a_bias_drafts_as_published(
     for engine in ("eager", "fused", "graphs"):
         same = TargetModel.from_pretrained(target.name, "float32", "cpu", engine=engine)
         drafter = load_drafter(str(tmp_path / "ours"), same, tree="chain")
-        assert isinstance(drafter, EagleDrafter) and drafter.fc_bias
+        assert isinstance(drafter, EagleDrafter) and drafter.settings.fc_bias
         drafter._cache = same.new_cache(1, 32, layers=1)
         assert_equal(same.lm_head(drafter._extend(features, following))[0], logits)
     plain = generate(target, make_drafter("autoregressive", target), [PROMPT], max_new_tokens=8).tokens
