@@ -17,7 +17,6 @@ from drafters import TargetModel
 from drafters.config import load_config, validate
 from drafters.model.ends import load_frozen_ends
 from eval.configs import SpeedConfig
-from eval.speed import check as check_speed
 from train.cli import main
 from train.core import engine
 from train.eagle import EagleConfig

@@ -19,7 +19,7 @@ from data_prep.store.reader import FeatureStore
 from eval.report.sections import differences
 
 ROOT = Path(__file__).parents[1]
-PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / eval.engines.PYTHONS["vllm"]))
+PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / eval.entries.PYTHONS["vllm"]))
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 QUESTIONS = ("What is {} for?", "Show me an example of {}.", "Which arguments does {} take?")
 NAMES = ("os.path.join", "collections.deque", "json.dumps", "asyncio.gather", "pathlib.Path.glob", "re.compile")
