@@ -23,3 +23,8 @@ def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
     except (ValueError, OSError, Failure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def refused(message: str) -> Any:
+    """A context in which a ValueError must be raised with this message, a regular expression."""
+    return pytest.raises(ValueError, match=message)

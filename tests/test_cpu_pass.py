@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of
-from drafters.policy.kept_costs import Costs, Curve
 from test_cpu_kernels import needs_tiles
 from test_cpu_layer import model_of
 from torch import Tensor
@@ -16,7 +15,8 @@ from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.rows import CHAIN, Rows
-from drafters.policy import costs as cost
+from drafters.policy.costs import Curve
+from drafters.policy.shape import Costs, ShapePolicy
 
 pytestmark = needs_tiles
 RANKS = 5
@@ -106,8 +106,8 @@ def same(one: Level, other: Level) -> None:
 @pytest.mark.parametrize("tree", ["auto", "chain", "static"])
 def test_decoding_is_the_same(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches drafts that are others over a whole text: features of the wrong step, tokens of the text not read."""
-    line = Curve((1, 2), (1.0, 1.01))
-    monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.01, Curve((1, 2), (0.01, 0.011))))
+    costs = Costs(Curve((1, 2), (1.0, 1.01)), first=0.01, level=0.01, row=0.001)
+    monkeypatch.setattr(ShapePolicy, "_measured", lambda *given: costs)
     found = []
     for one_call in (True, False):
         depth = {"depth": 3} if tree == "chain" else {}

@@ -9,19 +9,20 @@ import gpu_exact
 import pytest
 from simulated_cuda import simulated_cuda
 
+import data_prep.extraction.throughput
 import data_prep.throughput
-import data_prep.throughput_run
 import eval.gpu
 import eval.roofline
 import eval.speed
+import train.bench.report
 import train.throughput
-import train.throughput_run
+from data_prep.configs import FeaturesConfig
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
 from eval.report.gpu import Ending, Section, judge
 from eval.report.gpu import page as page_of
-from train.cli import parse_arguments
-from train.core.task import task_class
+from train.configs import schema_of
+from train.preflight.command import parse_arguments
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "2-core-cpu"
 EXAMPLES = {
@@ -53,11 +54,12 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     steps = {
         "eval.roofline": "eval.rooflines.page.measure_and_write",
         "eval.speed": "eval.report.speed.measure_and_report",
+        "data_prep.throughput": "data_prep.extraction.throughput.run",
+        "train.throughput": "train.bench.report.measure",
     }
-    steps |= {f"{name}.throughput": f"{name}.throughput_run.run" for name in ("train", "data_prep")}
     for name, step in steps.items():
         monkeypatch.setattr(step, lambda *given, name=name, **more: ran.append(name) or 0)
-    monkeypatch.setattr(data_prep.throughput, "check", lambda config: None)  # that the corpus was written
+    monkeypatch.setattr(FeaturesConfig, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
     programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
     programs["data_prep.throughput"] = data_prep.throughput
@@ -71,7 +73,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     elif "train/eagle.py" in line:
         for words in (line, [word.replace("{out}", str(tmp_path)) for word in part.commands[-2]]):
             given = parse_arguments(None, words[words.index("train/eagle.py") + 1 :])
-            load_config(task_class("eagle").schema, given.config, given.overrides)
+            load_config(schema_of("eagle"), given.config, given.overrides)
     else:
         assert line[1] == "tests/gpu_exact.py"
 

@@ -25,8 +25,8 @@ from drafters.layouts.export import check, export, served_by
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.check import ROWS
+from train.configs import EagleConfig
 from train.core.attention import use_dialogue_attention
-from train.eagle import EagleConfig
 from train.preflight.estimate import meta_task
 
 NEW_TOKENS = 12
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cohere": ({}, "its logits are not what its LM head gives"),
     "cohere2": (WINDOW, "its logits are not what its LM head gives"),
     "deepseek_v3": (LATENT, "cannot be run layer by layer"),
-    "doge": ({}, "layer 0 of 2 .* adds something else"),
+    "doge": ({}, "(layer|row) . .*adds something else"),
     "phi": ({}, r"has no \['norm'\]"),
     **{name: ({}, "has no .*'embed_tokens'") for name in ("gpt2", "gpt_neox", "opt", "bloom")},
 }

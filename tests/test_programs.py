@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from drafters.methods import method_names
-from train.core.task import task_class, trained_methods
+from train.configs import schema_of, trained_methods
 
 ROOT = Path(__file__).parents[1]
 
@@ -241,7 +241,7 @@ FOLDERS_WRITTEN = {
     **{f"train/{method}.py": ["out={}"] for method in trained_methods()},
 }
 for method in trained_methods():
-    needed = {key for key, field in task_class(method).schema.model_fields.items() if field.is_required()}
+    needed = {key for key, field in schema_of(method).model_fields.items() if field.is_required()}
     CONFIGS[f"train/{method}.py"] = TRAIN | dict.fromkeys(needed - TRAIN.keys(), 2)
     MISTAKES.setdefault(f"train/{method}.py", [(["steps=0"], "steps: ")])
 for kind, written in (("file", FILES_WRITTEN), ("folder", FOLDERS_WRITTEN)):

@@ -42,8 +42,8 @@ HOUSE = {
         "layouts",
         "cli",
     ],
-    "data_prep": ["common", "dialogues", "store", "answers", "extraction"],
-    "train": ["core", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
+    "data_prep": ["common", "dialogues", "configs", "store", "answers", "extraction"],
+    "train": ["core", "configs", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
     "eval": ["prompts", "entries", "configs", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 

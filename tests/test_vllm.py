@@ -15,6 +15,7 @@ from test_eval_prompts import sharegpt, write
 
 import data_prep.features
 import eval.engines
+import eval.entries
 from data_prep.store.reader import FeatureStore
 from eval.report.sections import differences
 

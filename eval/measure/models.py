@@ -6,7 +6,8 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.answers.target import end_of_turn
-from data_prep.common.ranks import Rank, say_dtype
+from data_prep.common.ranks import Rank
+from data_prep.common.target import say_dtype
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from drafters import TargetModel

@@ -1,4 +1,4 @@
-"""The work of train.boost, once its config is checked."""
+"""The steps of train.boost: train each draft model in a process of its own, then measure what they cover."""
 
 import json
 import subprocess
@@ -13,19 +13,19 @@ from drafters.cli.program import Failure
 from drafters.common.files import replace_json
 from drafters.common.machine import measured_on
 from drafters.model.files import resolve_device
-from train.boost import BoostConfig
-from train.core.losses import default_chunk_rows
+from train.configs import BoostConfig, DraftModelConfig
+from train.core.lm_heads import LMHeads
+from train.core.runtime import dtype_of
 from train.data.packing import Source, collate
 from train.draft.coverage import covered_rows, load_draft_models, right_rows
-from train.draft_model import DraftModelConfig
 from train.run.files import StateFolder
 from train.run.inputs import open_inputs
 
-SCRIPT = Path(__file__).with_name("draft_model.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "draft_model.py"
 
 
-def run(config: BoostConfig, run: DraftModelConfig) -> None:
-    """Train what is not trained yet, then print and write the coverage."""
+def boost(config: BoostConfig, run: DraftModelConfig) -> None:
+    """Train the models that are not trained yet, then print and write the coverage."""
     first = config.out / "1"
     lists = {"boosted": [first], "seeds": [first]}
     train(config, 0, first, None)
@@ -49,37 +49,30 @@ def run(config: BoostConfig, run: DraftModelConfig) -> None:
 
 
 def train(config: BoostConfig, number: int, out: Path, boost: dict[str, Any] | None) -> None:
-    """One training in a process of its own, from its newest state if there is one.
-
-    Raises:
-        Failure: it did not end well.
-    """
+    """Run one training in its own process, from its newest state if any; raise Failure if it fails."""
     values = {"draft_model": config.draft_models[number], "out": str(out), "seed": number, "boost": json.dumps(boost)}
     resume = ["--resume"] if StateFolder(out).latest() else []
     overrides = [f"{key}={value}" for key, value in values.items()]
     line = [sys.executable, str(SCRIPT), "--config", str(config.run), *resume, *overrides]
     if status := subprocess.run(line, check=False).returncode:
-        raise Failure(f"the training in {out} ended with status {status}: see above; started again, it goes on")
+        raise Failure(f"the training in {out} ended with status {status}: see above; start again to continue")
 
 
 @torch.no_grad()
 def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int) -> dict[str, list[float]]:
-    """By list, for its first 1 to n draft models: the share of held-out rows that any of them covers."""
+    """By list, the share of held-out rows that any of its first 1 to n draft models covers."""
     inputs, device = open_inputs(run), resolve_device()
     inputs.ends.to(device)
+    heads = LMHeads(run, inputs.ends.lm_head)
     names = list(dict.fromkeys(name for names in lists.values() for name in names))
-    models = dict(zip(names, load_draft_models(names, run.dtype, device), strict=True))
+    models = dict(zip(names, load_draft_models(names, dtype_of(run), device), strict=True))
     totals = {name: [0] * len(names) for name, names in lists.items()}
     rows = 0
     for index in held_out(inputs.heldout, run.heldout_tokens):
         batch = collate(inputs.heldout, [index])
         answers = batch.shifted(batch.loss_mask, 1)
         rows += int(answers.sum())
-        size = default_chunk_rows(inputs.ends.lm_head)
-        covered = {
-            name: covered_rows(right_rows(model, batch, inputs.ends, size), batch, length)
-            for name, model in models.items()
-        }
+        covered = {name: covered_rows(right_rows(model, batch, heads), batch, length) for name, model in models.items()}
         for name, members in lists.items():
             union = torch.zeros_like(answers)
             for place, member in enumerate(members):
@@ -94,7 +87,7 @@ def held_out(store: Source, tokens: int) -> range:
 
 
 def table(found: Mapping[str, list[float]], length: int) -> str:
-    """The shares as they are printed."""
+    """The shares as text."""
     count = max(map(len, found.values()))
     lines = [
         f"{'covered, ' + str(length) + ' tokens a speculation':<34}" + "".join(f"{n:>9}" for n in range(1, count + 1))

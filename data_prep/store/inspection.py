@@ -1,6 +1,7 @@
-"""What data_prep.inspect prints."""
+"""Print the content of feature stores, for data_prep.inspect."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,46 +11,40 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.answers.ownership import WORDS
 from data_prep.common.progress import Bar
 from data_prep.dialogues.encoding import tokenizer_hash
-from data_prep.store.manifest import StoreManifest, read_manifest
+from data_prep.store.manifest import ANSWERS, StoreManifest, read_manifest
 from data_prep.store.reader import FeatureStore, StoredDialogue, broken_shards, size_problem
 from drafters.model.files import load_bare_tokenizer
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 TRAINED = "bold green"  # colour of the tokens that the loss counts
-MARKS = ("[[", "]]")  # around them where there is no colour
+MARKS = ("[[", "]]")  # around them without colour
 MOST_TOKENS = 600  # of the decoded dialogue
 
 
-def run(stores: list[Path], options: argparse.Namespace) -> int:
-    """Print all stores, and the verdict on them in the last line; 1 if something in them is damaged."""
+def inspect_all(stores: list[Path], options: argparse.Namespace) -> int:
+    """Print all stores, and a verdict in the last line; returns 1 if something is damaged."""
     console = Console(highlight=False, soft_wrap=True)
-    problems = []
-    for folder in stores:
-        problems += inspect(folder, options, console)
+    problems = [problem for folder in stores for problem in inspect(folder, options, console)]
     sys.stdout.flush()
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr, flush=True)
-    console.print(verdict(stores, problems, options.verify), markup=False)
+    checked = "every byte is as it was written" if options.verify else "files and sizes are right; --verify reads all"
+    half = [str(folder) for folder in stores if not read_manifest(folder).complete]
+    if problems:
+        more = f", and {len(problems) - 1} more, named above" if len(problems) > 1 else ""
+        verdict = f"NOT fine: {problems[0]}{more}"
+    elif half:
+        verdict = f"fine as far as it goes ({checked}), but not finished: {', '.join(half)}"
+    else:
+        verdict = f"fine ({checked})"
+    console.print(f"Result: {verdict}", markup=False)
     return 1 if problems else 0
 
 
-def verdict(stores: list[Path], problems: list[str], verified: bool) -> str:
-    """One line: whether the stores can be trained on, and how closely that was looked at."""
-    if problems:
-        more = f", and {len(problems) - 1} more, named above" if len(problems) > 1 else ""
-        return f"Result: NOT fine: {problems[0]}{more}"
-    looked = "every byte is as it was written" if verified else "files and sizes are right; --verify reads every byte"
-    half = [str(folder) for folder in stores if not read_manifest(folder).complete]
-    if half:
-        return f"Result: fine as far as it goes ({looked}), but not finished: {', '.join(half)}"
-    return f"Result: fine ({looked})"
-
-
 def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list[str]:
-    """Print one store; returns what is damaged in it."""
+    """Print one store and return its problems."""
     manifest = read_manifest(folder)
     console.rule(Text(str(folder)), align="left")
     console.print(facts_table(manifest))
@@ -69,11 +64,16 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
         store = FeatureStore(folder, manifest)
     except ValueError as error:
         return [f"{folder}: {error}"]
-    console.print(lengths_table(store.lengths))
-    sample = spread(len(store), options.sample)
-    sums = state_sums(store, sample)
-    console.print(states_table(sums, len(sample)))
-    bad = [name for name, values in sums.items() if not values.isfinite().all()]
+    lengths, states = store.lengths.double(), Table("states", "mean |x|", "max |x|", "zeros", box=None)
+    table = Table("tokens of a dialogue", *(f"{share}%" for share in PERCENTILES), "mean", box=None)
+    shares = torch.quantile(lengths, torch.tensor(PERCENTILES, dtype=torch.float64) / 100)
+    table.add_row("", *(f"{value:,.0f}" for value in shares.tolist()), f"{lengths.mean():,.1f}")
+    console.print(table)
+    sums = state_sums(store, options.sample)
+    for name, (total, zeros, count, largest) in sums.items():
+        states.add_row(name, f"{total / count:.4g}", f"{largest:.4g}", f"{zeros / count:.2%}")
+    console.print(states)
+    bad = [name for name, values in sums.items() if not all(map(math.isfinite, values))]
     problems = [f"{folder}: NaN or infinite values in {' and '.join(bad)}; make the features again"] if bad else []
     index = options.dialogue
     if not 0 <= index < len(store):
@@ -83,10 +83,12 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
 
 
 def facts_table(manifest: StoreManifest) -> Table:
-    """What the manifest says, line by line."""
+    """The manifest as a table."""
     answers = manifest.response_tokens / max(manifest.tokens, 1)
+    of = f" of {manifest.plan.dialogues:,}" if manifest.plan else ""
+    half = f"half written: {manifest.consumed:,}{of} dialogues so far; run the same data_prep.features command again"
     rows = {
-        "state": _state(manifest),
+        "state": "complete" if manifest.complete else f"{half} to finish it",
         "dialogues": f"{manifest.dialogues:,}",
         "tokens": f"{manifest.tokens:,}, {answers:.1%} of them the assistant's",
         "dropped": _counts(manifest.dropped),
@@ -100,7 +102,7 @@ def facts_table(manifest: StoreManifest) -> Table:
         + (f" from {manifest.chat_template}" if manifest.chat_template else "")
         + (f", dated {manifest.template_date}" if manifest.template_date else ""),
         "source": f"{manifest.source}, digest {manifest.source_digest}",
-        "answers": WORDS[manifest.answers],
+        "answers": ANSWERS[manifest.answers],
         "limits": f"max_length {manifest.max_length:,}, limit {manifest.limit or 'none'}",
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not recorded",
         "commit": manifest.commit or "not recorded",
@@ -111,47 +113,22 @@ def facts_table(manifest: StoreManifest) -> Table:
     return table
 
 
-def lengths_table(lengths: torch.Tensor) -> Table:
-    """Percentiles of the dialogues' tokens, int64 ``[dialogues]``."""
-    table = Table("tokens of a dialogue", *(f"{share}%" for share in PERCENTILES), "mean", box=None)
-    values = torch.quantile(lengths.double(), torch.tensor(PERCENTILES, dtype=torch.float64) / 100)
-    table.add_row("", *(f"{value:,.0f}" for value in values.tolist()), f"{lengths.double().mean():,.1f}")
-    return table
-
-
-def state_sums(store: FeatureStore, sample: list[int]) -> dict[str, torch.Tensor]:
-    """Over the dialogues in ``sample``, of the features and of each tap: float64 ``[4]``.
-
-    They are the sum of absolute values, the number of zeros, the number of values, and the largest.
-    """
+def state_sums(store: FeatureStore, sample: int) -> dict[str, list[float]]:
+    """Sum of absolute values, zeros, values and maximum by state, over ``sample`` dialogues spread over the store."""
+    wanted = min(len(store), sample)
     sums: dict[str, torch.Tensor] = {}
-    for index in sample:
-        dialogue = store[index]
+    for dialogue in (store[index * len(store) // wanted] for index in range(wanted)):
         taps = {f"tap {layer}": values for layer, values in dialogue.taps.items()}
         for name, values in {"features": dialogue.features, **taps}.items():
             size = values.float().abs()
             found = torch.tensor([size.double().sum(), (size == 0).sum(), size.numel(), size.max()]).double()
             before = sums.get(name, torch.zeros(4, dtype=torch.float64))
             sums[name] = torch.cat([before[:3] + found[:3], torch.maximum(before[3:], found[3:])])
-    return sums
-
-
-def states_table(sums: dict[str, torch.Tensor], dialogues: int) -> Table:
-    """Size of the features and of each tap over the tokens of a sample of dialogues."""
-    table = Table(f"states of {dialogues:,} dialogues", "mean |x|", "max |x|", "zeros", box=None)
-    for name, (total, zeros, count, largest) in ((name, values.tolist()) for name, values in sums.items()):
-        table.add_row(name, f"{total / count:.4g}", f"{largest:.4g}", f"{zeros / count:.2%}")
-    return table
-
-
-def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` indices below ``count``, evenly spread."""
-    wanted = min(count, most)
-    return [index * count // wanted for index in range(wanted)]
+    return {name: values.tolist() for name, values in sums.items()}
 
 
 def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, console: Console) -> None:
-    """Decode a dialogue, with the tokens that are trained on in colour, or in brackets where there is none."""
+    """Decode a dialogue, with the trained tokens in colour, or in brackets without colour."""
     name = tokenizer or store.manifest.target_name
     revision = None if tokenizer else store.manifest.target_revision
     try:
@@ -172,9 +149,9 @@ def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, conso
 
 
 def decoded(dialogue: StoredDialogue, tokenizer: Any, coloured: bool) -> Text:
-    """The dialogue's text, runs of trained tokens marked.
+    """The dialogue's text with runs of trained tokens marked.
 
-    Each run is what the text grows by with its tokens: decoded alone, some tokenizers would drop its first space.
+    A run is the text that its tokens add: decoded separately, some tokenizers would drop its first space.
     """
     ids, mask = dialogue.input_ids[:MOST_TOKENS], dialogue.loss_mask[:MOST_TOKENS]
     changes = [0, *((mask[1:] != mask[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
@@ -193,18 +170,10 @@ def decoded(dialogue: StoredDialogue, tokenizer: Any, coloured: bool) -> Text:
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters: a data file must not be able to steer the terminal."""
+    """``text`` without control characters, with which a data file could control the terminal."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
-
-
-def _state(manifest: StoreManifest) -> str:
-    if manifest.complete:
-        return "complete"
-    there = f"{manifest.consumed:,}"
-    of = f" of {manifest.plan.dialogues:,}" if manifest.plan else ""
-    return f"half written: {there}{of} dialogues so far; run the same data_prep.features command again to finish it"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""What data_prep.throughput measures."""
+"""Measure a dump beside the bare target or vLLM's dump, for data_prep.throughput."""
 
 import shutil
 import statistics
@@ -10,27 +10,32 @@ from typing import Any
 
 import torch
 
-from data_prep.common.ranks import Rank, load_target
+from data_prep.common.ranks import Rank
+from data_prep.common.target import load_target
+from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.extraction.dump import Tokens, forward, make_batches, without_states
+from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
-from data_prep.features import FeaturesConfig
-from data_prep.features_run import Work, check_disk, encode, make_headers, start_vllm, write_store
-from data_prep.store.dump import Tokens, forward, make_batches
+from data_prep.extraction.stores import Work, check_size, encode, start_vllm, target_dtype, write_store
 from data_prep.store.manifest import plan_shards
 from drafters.common.files import existing_folder, replace_json
 from drafters.common.machine import environment, peak_memory_bytes
 from drafters.common.provenance import load_average
 from drafters.model.target import TargetModel
 
+NAMES = {"bare": "bare target", "dump": "dump", "vllm": "dump by vLLM"}
+
 
 def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> None:
-    """Measure and print, and write the result to ``out``."""
+    """Measure, print, and write the result to ``out``."""
     chat = load_tokenizer(config.target, config.revision, config.chat_template)
-    work = encode(config, chat, split, make_headers(config, chat)[split])
+    headers = make_headers(config, chat, target_dtype(config), config.store_dtype)
+    work = encode(config, chat, split, headers[split])
     temporary = Path(tempfile.mkdtemp(prefix=".throughput-", dir=existing_folder(Path(config.out))))
     try:
         work.path = temporary / "store"
-        check_disk(config, [work])
+        check_size(config, [work])
         target = load_target(config.target, config, Rank())
 
         def dump(served: VLLM | None = None) -> Tokens:
@@ -38,7 +43,7 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
 
         if config.engine == "vllm":
             with start_vllm(config, [work], Rank()) as served:
-                for side in (None, served):  # warm-up, here a whole pass of each
+                for side in (None, served):  # warm-up: one whole pass of each
                     dump(side)
                     shutil.rmtree(work.path)
                 result = measure(target, work, rounds, {"dump": dump, "vllm": lambda: dump(served)})
@@ -48,13 +53,11 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     result = {"config": config.model_dump(mode="json"), "split": split, **result}
-    names = {"bare": "bare target", "dump": "dump", "vllm": "dump by vLLM"}
-    told = [
-        f"{names[name]} {result[f'{name}_tokens_per_second']:,.0f}" for name in names if f"{name}_seconds" in result
-    ]
+    sides = [name for name in NAMES if f"{name}_seconds" in result]
+    told = ", ".join(f"{NAMES[name]} {result[f'{name}_tokens_per_second']:,.0f}" for name in sides)
     print(
-        f"{', '.join(told)} tokens/s: {result['ratio']:.1%} (median of {rounds} rounds, {min(result['ratios']):.1%} to "
-        f"{max(result['ratios']):.1%}); {result['padding']:.1%} of what the target ran on was padding"
+        f"{told} tokens/s: {result['ratio']:.1%} (median of {rounds} rounds, {min(result['ratios']):.1%} to "
+        f"{max(result['ratios']):.1%}); {result['padding']:.1%} of the tokens on which the target ran were padding"
     )
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -63,11 +66,10 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
 
 
 def measure(target: TargetModel, work: Work, rounds: int, runs: dict[str, Callable[[], Tokens]]) -> dict[str, Any]:
-    """Seconds of ``rounds`` passes over the split with the first of two ``runs``, and of as many with the second, in
-    turns.
+    """Seconds of ``rounds`` passes over the split with each of two ``runs``, in turns.
 
-    Every second round begins with the second, so that a machine that slows down does not favour either. Tokens/s are of
-    real tokens, padding not counted; ``ratio``, of the second over the first, is the median of the rounds' own ratios.
+    Every second round begins with the second run, so that a machine that slows down favours neither. Tokens/s count
+    real tokens without padding; ``ratio``, of the second over the first, is the median over the rounds.
     """
     before = load_average()
     first, second = runs
@@ -101,23 +103,22 @@ def measure(target: TargetModel, work: Work, rounds: int, runs: dict[str, Callab
 
 @torch.inference_mode()
 def bare_pass(target: TargetModel, work: Work, config: FeaturesConfig, most: int | None = None) -> Tokens:
-    """The forwards of a dump and nothing else, of at most ``most`` batches."""
-    tokens = Tokens()
-    done = 0
-    for span in plan_shards(work.lengths, config.shard_tokens):
-        lengths = work.lengths[slice(*span)]
-        for rows, ids in make_batches(work.encoded, span, config.batch_tokens, target.device.type == "cuda"):
+    """Only the forwards of a dump, for at most ``most`` batches."""
+    tokens, done = Tokens(), 0
+    for span in plan_shards(work.encoded.lengths, config.shard_tokens):
+        shard = without_states(work.encoded, *span)
+        for rows, ids in make_batches(shard, config.batch_tokens, target.device.type == "cuda"):
             if most is not None and done == most:
                 return tokens
-            forward(target, work.header, ids, [lengths[row] for row in rows], config.batch_tokens)
-            tokens.real += sum(lengths[row] for row in rows)
+            forward(target, work.header, ids, [shard.lengths[row] for row in rows], config.batch_tokens)
+            tokens.real += sum(shard.lengths[row] for row in rows)
             tokens.padded += ids.numel()
             done += 1
     return tokens
 
 
 def synchronize(target: TargetModel) -> None:
-    """Wait until every GPU has done what it was given."""
+    """Wait until every GPU is idle."""
     if target.device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)

@@ -1,4 +1,4 @@
-"""The work of train.draft_vocab."""
+"""The steps of train.draft_vocab: count tokens of answers, write the most frequent into a checkpoint, report."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep.datastore import is_text
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.dialogues.reader import is_text
 from data_prep.store.manifest import MANIFEST
 from data_prep.store.reader import FeatureStore
 from drafters.common.files import read_text, replace_text
@@ -18,12 +18,12 @@ from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHeadOption
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from train.data.frequency import count_answers, most_frequent
 
-LINES = 4096  # of a text, tokenized in one call
-WHOLE = 1 << 30  # tokens of a dialogue: none is cut
+LINES = 4096  # lines of a text, tokenized in one call
+WHOLE = 1 << 30  # longest dialogue in tokens: none is cut
 
 
-def run(options: argparse.Namespace) -> int:
-    """Count, write and report. Returns 0."""
+def add_frequent_tokens(options: argparse.Namespace) -> None:
+    """Count, write and report."""
     folder: Path = options.folder
     trained = is_drafter(folder)
     if trained:
@@ -41,14 +41,13 @@ def run(options: argparse.Namespace) -> int:
         covered = counts[ids[:size].long()].sum() / counts.sum()
         print(f"  draft_vocab={size:<7} covers {covered:.2%} of the {int(counts.sum()):,} tokens there")
     print(f"It drafts with {len(ids):,} now." if trained else "Its methods use them with the option draft_vocab.")
-    return 0
 
 
 def is_drafter(folder: Path) -> bool:
-    """Whether a checkpoint is a drafter's, and one whose method can draft with a part of the LM head; else a model.
+    """Whether a checkpoint is a drafter's, and not a model's.
 
     Raises:
-        ValueError: a method that cannot.
+        ValueError: the drafter's method cannot draft with a part of the LM head.
     """
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -63,7 +62,7 @@ def is_drafter(folder: Path) -> bool:
 
 
 def count(data: str, vocab: int, name: str, revision: str | None, template: str | None) -> Tensor:
-    """How often each token stands in ``data``, int64 ``[vocab]``, by the tokenizer ``name``.
+    """Counts of each token in ``data``, int64 ``[vocab]``, by the tokenizer ``name``.
 
     Raises:
         ValueError: unreadable data, a store of another vocabulary, no tokenizer, or one with other tokens.
@@ -84,7 +83,7 @@ def count(data: str, vocab: int, name: str, revision: str | None, template: str 
 
 
 def count_text(file: str, vocab: int, tokenizer: object, name: str) -> Tensor:
-    """``count`` of a plain text. It has no EOS, which every answer has: that counts as often as the most frequent."""
+    """``count`` of a plain text. It lacks EOS, which ends every answer: EOS gets the highest count."""
     counts = torch.zeros(vocab, dtype=torch.int64)
     lines = read_text(Path(file)).splitlines(keepends=True)
     for start in range(0, len(lines), LINES):
@@ -102,7 +101,7 @@ def count_text(file: str, vocab: int, tokenizer: object, name: str) -> Tensor:
 
 
 def add_to_drafter(folder: Path, ids: Tensor) -> None:
-    """Write a checkpoint again with ``ids``, of which it drafts with all unless told otherwise."""
+    """Add ``ids`` to a checkpoint, and let it draft with all of them by default."""
     config, weights = checkpoint.load_checkpoint(folder)
     config["drafter"]["draft_vocab"] = len(ids)
     checkpoint.save_checkpoint(folder, weights | {DRAFT_IDS: ids}, config, dtype=None)

@@ -1,8 +1,7 @@
-"""The command line that all of train/<method>.py share."""
+"""The command line of every train/<method>.py: train, resume, --dry-run or --overfit."""
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from data_prep.dialogues.reader import check_source
@@ -11,37 +10,40 @@ from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import load_config
 from train.core.config import TrainConfig
-from train.core.task import task_class
 from train.run.files import check_run_folder
 
 
-def program(method: str) -> None:
-    """What ``train/<method>.py`` does."""
-    run_program(lambda: leave(main(method)))
+def program(schema: type[TrainConfig], page: str | None) -> None:
+    """Run ``train/<method>.py`` as a program, and exit.
+
+    The script calls this before it imports torch, so a mistake is answered at once. When the command line is checked,
+    the script is imported as the module ``train.<method>``, which then does import torch.
+    """
+    run_program(lambda: leave(main(schema, page)))
 
 
-def main(method: str, argv: list[str] | None = None) -> int:
-    """Read and check everything; then train, report (--dry-run) or overfit (--overfit). Returns the exit status."""
-    task = task_class(method)
-    arguments = parse_arguments(sys.modules[task.__module__].__doc__, argv)
-    config = load_config(task.schema, arguments.config, arguments.overrides)
-    if not arguments.dry_run:  # which lists all that is missing
+def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = None) -> int:
+    """Check the command line, the config and the paths, then train; return the exit status."""
+    arguments = parse_arguments(page, argv)
+    config = load_config(schema, arguments.config, arguments.overrides)
+    if not arguments.dry_run:  # a dry run reports all missing paths together
         check(config)
-        if not arguments.overfit:  # which has a folder of its own
+        if not arguments.overfit:  # which has its own folder
             config = check_run_folder(config, arguments.resume)
 
-    from train.cli_run import dry_run, kept, settle_precision, train
+    from train.preflight.dry_run import print_report
     from train.preflight.overfit import overfit
+    from train.run.training import kept, settle_precision, train
 
     if not arguments.dry_run:
         config = settle_precision(config)
-    run = dry_run if arguments.dry_run else overfit if arguments.overfit else train
+    run = print_report if arguments.dry_run else overfit if arguments.overfit else train
     with keeping(lambda: kept(config, arguments)):
         return run(config, arguments)
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError where target, features or dialogues are not there, or ``out`` cannot be a folder."""
+    """Raise ValueError if the target, the features or the dialogues are missing, or ``out`` cannot be a folder."""
     check_folder(config.out)
     check_model(config.target, "target", config.revision)
     for key, name in config.other_models.items():
@@ -51,7 +53,7 @@ def check(config: TrainConfig) -> None:
         check_source(config.data.heldout)
     elif not Path(config.features).is_dir():
         make = "python -m data_prep.features --config F"
-        raise ValueError(f"features: there is no folder {config.features}; make it with {make}")
+        raise ValueError(f"features: no folder {config.features}; make it with {make}")
 
 
 def parse_arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,18 +61,20 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> a
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in `out` from its last checkpoint")
-    parser.add_argument("--overfit", type=positive, metavar="N", help="train and judge on N dialogues: is all sound?")
+    parser.add_argument(
+        "--overfit", type=positive, metavar="N", help="train and judge on N dialogues: are they learnt?"
+    )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     dry = parser.add_argument_group("--dry-run", "check everything, estimate memory, disk and time, and train nothing")
     dry.add_argument("--dry-run", action="store_true", help="exit status 1 if the run could not start")
-    dry.add_argument("--tokens", type=positive, metavar="N", help="training tokens, where there are no features yet")
+    dry.add_argument("--tokens", type=positive, metavar="N", help="training tokens, if there are no features yet")
     dry.add_argument("--data", metavar="FILE", help="ShareGPT file to estimate the tokens from")
-    dry.add_argument("--target-config", metavar="JSON", help="a Hugging Face config.json, where there is no target yet")
+    dry.add_argument("--target-config", metavar="JSON", help="a Hugging Face config.json, if there is no target yet")
     dry.add_argument("--max-length", type=positive, default=2048, help="longest dialogue, without features")
     dry.add_argument("--ranks", type=positive, default=int(os.environ.get("WORLD_SIZE", "1")), help="processes")
-    dry.add_argument("--device", metavar="NAME", help="a GPU's name (as H200), for its peak; default: what is here")
-    dry.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is assumed (0.4)")
-    dry.add_argument("--tokens-per-second", type=float, metavar="X", help="of all ranks together")
-    dry.add_argument("--measure", action="store_true", help="train a few steps on random numbers for the speed")
+    dry.add_argument("--device", metavar="NAME", help="a GPU's name (as H200), for its peak; default: this machine's")
+    dry.add_argument("--mfu", type=float, default=0.4, help="assumed share of the peak (0.4)")
+    dry.add_argument("--tokens-per-second", type=float, metavar="X", help="assumed speed of all ranks together")
+    dry.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random numbers")
     return parser.parse_intermixed_args(argv)

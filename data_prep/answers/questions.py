@@ -1,79 +1,71 @@
-"""What data_prep.magpie does with its config."""
+"""Let the target write questions, for data_prep.magpie."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from data_prep.answers.finished import finish, is_finished, merging, report_finished, target_identity
-from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
-from data_prep.answers.ownership import begun_on, unfinished
+from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
+from data_prep.answers.finished import kept as kept_of
+from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, derived_seed, read_journals
 from data_prep.answers.target import enough_memory, text_ends
-from data_prep.answers.writing import derived_seed
+from data_prep.common.outputs import unfinished
 from data_prep.common.progress import Bar
-from data_prep.common.ranks import Rank, dtype_here, load_target
+from data_prep.common.ranks import Rank
+from data_prep.common.target import dtype_here, load_target
+from data_prep.configs import MagpieConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError
-from data_prep.magpie import FREE_ON_RESUME, MagpieConfig
-from data_prep.split import same_question, unanswered_record
+from data_prep.dialogues.sharegpt import same_question, unanswered_record
 from drafters import generate_many, make_drafter
 from drafters.base import Drafter
-from drafters.cli.program import command
-from drafters.common.provenance import git_commit, library_versions
 from drafters.model.target import TargetModel
 
-KEPT_TOGETHER = 8  # a line of the journal for at least so many questions
-NOTHING_NEW = (
-    200  # draws in a row, and at least so many batches' worth, after which the target is taken to have no others
-)
-BATCHES = 8
-HELP = "a higher temperature or max_new_tokens may bring more; a model that was not tuned on questions asks none"
-DONE = "share_done"  # a turn that ends so is the last of its process, for now
+# Keys that may change when a run is resumed, because the distribution of the questions does not depend on them.
+FREE_ON_RESUME = {"out", "count", "minutes", "device", "device_map", "batch"}
+KEPT_TOGETHER = 8  # draws per line of the journal
+NOTHING_NEW, BATCHES = 200, 8  # draws and batches without a new question after which a run ends
+HELP = "a higher temperature or max_new_tokens may give more; a model that was not tuned on questions writes none"
+DONE = "share_done"  # end of a process's last turn, until it is started again with more to do
 
 
 class Asked:
-    """One process's questions: which are new, and whether there are enough.
+    """One process's questions: ``kept`` of ``drawn`` ones; the last ``in_vain`` were all dropped.
 
     Args:
-        mark: what follows a question in the target's template.
-        rank: this process among those that share the work. share: questions that it is to ask.
-        turns: those of its journal, of an earlier start.
-        others: questions of other journals.
-
-    Attributes:
-        ends: tokens that end a question.
-        kept, drawn: questions so far, without and with dropped ones. in_vain: the latest of them that were all dropped.
+        mark: text after a question in the target's template. share: questions to keep.
+        turns: in this process's journal. others: questions in other journals.
     """
 
     def __init__(
         self, chat: ChatTokenizer, mark: str, rank: Rank, share: int, turns: Sequence[Turn], others: Iterable[str] = ()
     ) -> None:
         self.chat, self.mark, self.rank, self.share = chat, mark, rank, share
-        self.ends: frozenset[int] = frozenset()
+        self.ends: frozenset[int] = frozenset()  # tokens that end a question
         own = [turn.answer for turn in turns if turn.answer is not None]
         self.drawn, self.kept, self.in_vain = sum(turn.end is None for turn in turns), len(own), 0
         self.seen = {same_question(text) for text in (*own, *others)}
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to ask."""
+        """Whether the share is complete."""
         return self.kept >= self.share
 
     def open(self, target: TargetModel) -> None:
-        """Before the first question: find out what ends one."""
+        """Before the first question: find the tokens that end one."""
         mark = self.chat.tokenizer(self.mark, add_special_tokens=False)["input_ids"]
         self.ends = text_ends(target, self.chat) | set(mark if len(mark) == 1 else ())
 
     def take(self, ids: list[int]) -> Turn:
-        """What becomes of a question of these token ids."""
-        turn = self._turn(self.drawn, ids)
-        new = turn.answer is not None
-        self.drawn, self.kept, self.in_vain = self.drawn + 1, self.kept + new, 0 if new else self.in_vain + 1
+        """The outcome of a drawn question with these token ids."""
+        text, drop = self._question(ids)
+        turn = Turn(self.drawn, 0, None if drop else text, len(ids), drop=drop)
+        self.drawn, self.kept, self.in_vain = self.drawn + 1, self.kept + (not drop), self.in_vain + 1 if drop else 0
         return turn
 
-    def _turn(self, number: int, ids: list[int]) -> Turn:
+    def _question(self, ids: list[int]) -> tuple[str, str | None]:
+        """The question's text, and the reason for which it is dropped."""
         ended = ids[-1] in self.ends
         text = self.chat.tokenizer.decode(
             ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -81,33 +73,31 @@ class Asked:
         if self.mark and self.mark in text:
             text, ended = text.partition(self.mark)[0], True
         text = text.strip()
-        if not ended:
-            return Turn(number, 0, tokens=len(ids), drop="unended_question")
-        if not text:
-            return Turn(number, 0, tokens=len(ids), drop="empty_question")
+        if not ended or not text:
+            return text, "empty_question" if ended else "unended_question"
         try:
             self.chat.check_text([{"role": "user", "content": text}])
         except DroppedError as error:
-            return Turn(number, 0, tokens=len(ids), drop=error.reason)
+            return text, error.reason
         if (same := same_question(text)) in self.seen:
-            return Turn(number, 0, tokens=len(ids), drop="asked_before")
+            return text, "asked_before"
         self.seen.add(same)
-        return Turn(number, 0, text, len(ids))
+        return text, None
 
 
-def run(config: MagpieConfig, rank: Rank) -> None:
-    """Let the target ask this process's share, and put all parts together if they are there."""
+def write_questions(config: MagpieConfig, rank: Rank) -> None:
+    """Let the target write this process's share, and merge all shares if they are finished."""
     chat = load_tokenizer(config.target, config.revision, config.chat_template, begun_on(config.out))
     try:
         prompt, mark = chat.question_prompt(config.system)
     except DroppedError as error:
-        raise ValueError(f"target {config.target} cannot be let ask: {error}") from error
+        raise ValueError(f"target {config.target} cannot write questions: {error}") from error
     identity = make_identity(config, chat)
     if report_finished(config.out, identity, describe):
-        print(f"for more, with count={config.count:,} for instance, give another `out` or delete it")
+        print(f"for more than count={config.count:,} questions, give another `out` or delete it")
         return
     with AnswerJournal(unfinished(config.out), identity, rank) as journal:
-        if report_finished(config.out, identity, describe):  # by another process, meanwhile
+        if report_finished(config.out, identity, describe):  # another process finished it meanwhile
             return
         asked = look_back(config, chat, mark, rank, journal)
         if not asked.done:
@@ -119,19 +109,22 @@ def run(config: MagpieConfig, rank: Rank) -> None:
 
 
 def look_back(config: MagpieConfig, chat: ChatTokenizer, mark: str, rank: Rank, journal: AnswerJournal) -> Asked:
-    """What earlier starts have left, of this process and of those of another number: that work is not done again."""
+    """State after earlier starts of this process and of runs with another number of processes."""
     own = [turn for batch in read_journals(journal.folder, journal.path.name) for turn in batch.turns]
     siblings = f"rank-*-of-{rank.count}.jsonl"
-    every, theirs = read_journals(journal.folder), read_journals(journal.folder, siblings)
-    questions = [turn.answer for batch in every for turn in batch.turns if turn.answer is not None]
-    of_now = sum(turn.answer is not None for batch in theirs for turn in batch.turns)
-    left = max(config.count - (len(questions) - of_now), 0)
+    every, theirs = questions_of(read_journals(journal.folder)), questions_of(read_journals(journal.folder, siblings))
+    left = max(config.count - (len(every) - len(theirs)), 0)
     share = left // rank.count + (rank.index < left % rank.count)
-    return Asked(chat, mark, rank, share, own, questions)
+    return Asked(chat, mark, rank, share, own, every)
+
+
+def questions_of(batches: list[AnsweredBatch]) -> list[str]:
+    """The questions that were kept."""
+    return [turn.answer for batch in batches for turn in batch.turns if turn.answer is not None]
 
 
 def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked: Asked, journal: AnswerJournal) -> None:
-    """Ask until there are enough, the time is over, or nothing new comes; write questions down as they end."""
+    """Draw questions until there are enough, the time is over, or nothing new comes; write them to the journal."""
     limit = math.inf if config.minutes is None else 60 * config.minutes
     patience = max(NOTHING_NEW, BATCHES * config.batch)
     waiting: list[Turn] = []
@@ -139,7 +132,7 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
     journal.start_clock()
     drafter = make_drafter("autoregressive", target)
     with (
-        enough_memory(config.batch, "questions were asked"),
+        enough_memory(config.batch, "questions were written"),
         Bar(desc="asking", total=asked.share, initial=asked.kept, unit=" questions") as progress,
     ):
         for ids in draw(config, target, drafter, prompt, asked):
@@ -155,13 +148,13 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
                     return
                 if asked.in_vain >= patience:
                     break
-        print(f"nothing new came in {asked.in_vain} draws, so it ends with {asked.kept:,} of {asked.share:,}; {HELP}")
+        print(f"no new question in {asked.in_vain} draws: the run ends with {asked.kept:,} of {asked.share:,}; {HELP}")
 
 
 def draw(
     config: MagpieConfig, target: TargetModel, drafter: Drafter, prompt: list[int], asked: Asked
 ) -> Iterator[list[int]]:
-    """Questions' token ids without end. A start that goes on draws others than the one before it drew."""
+    """Token ids of questions, without end. The seed depends on the number drawn before, so a resumed run differs."""
     made = generate_many(
         target,
         drafter,
@@ -179,40 +172,30 @@ def draw(
 
 
 def make_identity(config: MagpieConfig, chat: ChatTokenizer) -> dict[str, Any]:
-    """All that the questions depend on. Those of two identities never get into one file."""
+    """All settings on which the questions depend. One file never has questions of two identities."""
     values = {key: value for key, value in config.model_dump().items() if key not in FREE_ON_RESUME}
     return values | target_identity(config.target, config.revision, chat)
 
 
 def kept(config: MagpieConfig) -> str:
-    """What a run that was interrupted leaves, and the command that goes on."""
-    if is_finished(config.out):
-        return f"{config.out} is whole"
-    turns = [turn for batch in read_journals(unfinished(config.out)) for turn in batch.turns]
-    count = sum(turn.answer is not None for turn in turns)
-    if not count:
-        return f"no question was written yet; to start again: {command()}"
-    return f"{count:,} questions are kept in {unfinished(config.out)}; to go on: {command()}"
+    """Last line of an interrupted run."""
+    return kept_of(config.out, len(questions_of(read_journals(unfinished(config.out)))), "question")
 
 
 def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
-    """Write the output if every process's share is done: the first to find that does it, and the others see it done.
-
-    Raises:
-        ValueError: no question is left.
-    """
+    """Write the output if all shares are finished and no other process has; ValueError if no question is left."""
     with merging(config.out) as folder:
         if folder is None:
             return
         names = [f"rank-{index}-of-{rank.count}.jsonl" for index in range(rank.count)]
         latest = [[turn for one in read_journals(folder, name) for turn in one.turns][-1:] for name in names]
         if missing := sum(not turns or turns[0].end != DONE for turns in latest):
-            print(f"this process's share is done; {missing} other processes' are not yet")
+            print(f"this process's share is finished; those of {missing} other processes are not")
             return
-        batches = read_journals(folder)  # with those of processes of another number, which were stopped
+        batches = read_journals(folder)  # also those of stopped runs with another number of processes
         found: dict[str, str] = {}
-        for turn in (turn for batch in batches for turn in batch.turns if turn.answer is not None):
-            found.setdefault(same_question(turn.answer or ""), turn.answer or "")
+        for text in questions_of(batches):
+            found.setdefault(same_question(text), text)
         questions = list(found.values())[: config.count]
         facts = summary(config, identity, batches, len(questions), len(found))
         if not questions:
@@ -224,28 +207,22 @@ def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
 def summary(
     config: MagpieConfig, identity: dict[str, Any], batches: list[AnsweredBatch], questions: int, different: int
 ) -> dict[str, Any]:
-    """What stands in ``<out>.json``; ``tokens_per_second`` is of one process."""
-    turns = [turn for batch in batches for turn in batch.turns if turn.end is None]
-    dropped = Counter(turn.drop for turn in turns if turn.drop)
-    dropped["asked_before"] += sum(turn.answer is not None for turn in turns) - different
+    """Content of ``<out>.json``."""
+    dropped = Counter(turn.drop for batch in batches for turn in batch.turns if turn.drop)
+    dropped["asked_before"] += len(questions_of(batches)) - different
     dropped["more_than_count"] = different - questions
-    tokens, seconds = sum(turn.tokens for turn in turns), sum(batch.seconds for batch in batches)
     return {
         "config": config.model_dump(mode="json"),
         "identity": identity,
         "dtype": dtype_here(config),
         "questions": questions,
         "dropped": {reason: count for reason, count in dropped.items() if count},
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
-        "commit": git_commit(Path(__file__).parent),
-        "versions": library_versions("torch", "transformers", "tokenizers"),
+        **costs(batches),
     }
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """One line of a summary: what was kept, what was dropped, how fast it was."""
+    """One line of a summary: questions kept and dropped, and speed."""
     lost = "".join(f", {reason} {count:,}" for reason, count in facts["dropped"].items())
     rate = f", {facts['tokens_per_second']:,.0f} tokens/s" if facts["tokens_per_second"] else ""
     count = facts["config"]["count"]

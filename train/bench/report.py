@@ -1,4 +1,4 @@
-"""The work of train.throughput, once its arguments are checked."""
+"""The steps of train.throughput: measure both sides, compare, print, write the JSON."""
 
 import argparse
 import statistics
@@ -15,8 +15,8 @@ from train.core.config import TrainConfig
 from train.watch.flops import peak_tflops
 
 
-def run(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.Namespace) -> None:
-    """Measure on the run's store, or on random features of a shape; print, and write the JSON."""
+def measure(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.Namespace) -> None:
+    """Measure on the run's store, or on random features of a shape; print and write the result."""
     with tempfile.TemporaryDirectory() as folder:
         given = config, arguments
         bench, what = from_config(*given, Path(folder)) if shape is None else from_shape(*given, shape)
@@ -31,7 +31,7 @@ def run(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.N
 
 
 def compared(sides: dict[str, Side], peak: float | None) -> dict[str, Any]:
-    """By side the medians over its rounds and every round, and the ratios of both; ``peak`` in 1e12 FLOP/s."""
+    """Medians and rounds of each side, and the ratios of both; ``peak`` in 1e12 FLOP/s."""
     figures: dict[str, Any] = {}
     for name, side in sides.items():
         rounds = side.rounds

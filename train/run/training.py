@@ -1,4 +1,4 @@
-"""The work of train/<method>.py, once its arguments are checked: training, or a dry run."""
+"""One training from its checked config to the exit status."""
 
 import argparse
 import sys
@@ -39,26 +39,17 @@ def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 
 def settle_precision(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` with the precision of this rank's device in place of auto; the first rank prints it."""
-    settled = config.model_copy(update={"precision": PRECISIONS[config.dtype]})
+    """Return ``config`` with this device's precision instead of auto; the first rank prints it."""
+    dtype = runtime.dtype_of(config)
+    settled = config.model_copy(update={"precision": PRECISIONS[dtype]})
     if find_rank(None, None).index == 0 and config.precision == "auto":
         print(f"precision: {settled.precision} (auto)")
-    warn_if_slow(config.dtype, runtime.rank_device())
+    warn_if_slow(dtype, runtime.rank_device())
     return settled
 
 
 def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """What an interruption leaves behind, and the command that goes on from there."""
+    """What an interrupted run has saved, and the command that continues it."""
     if arguments.dry_run or arguments.overfit:
         return f"to start again: {command()}"
     return what_is_kept(config.out, command(), command("--resume"))
-
-
-def dry_run(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    """--dry-run; 1 if the run could not start."""
-    from train.preflight.dry_run import dry_run
-
-    report = dry_run(config, arguments)
-    if find_rank(None, None).index == 0:
-        print(report.text())
-    return 1 if report.problems else 0
