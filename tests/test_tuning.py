@@ -6,8 +6,9 @@ from typing import Any
 import yaml
 
 from drafters.config import load_config
-from eval.configs import SpeedConfig, TuneConfig, load_searches
+from eval.configs import SpeedConfig, TuneConfig
 from eval.entries import DrafterEntry
+from eval.tune import load_searches
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
