@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from matplotlib import pyplot
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
@@ -192,7 +193,7 @@ def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, ti
     run(write_config(folder, speaker, **OWN | {"heldout_answers": "given", "exit_layers": [2]}))
     shown: list[str] = []
     monkeypatch.setattr(picture, "draw", tiny_run.draw)
-    monkeypatch.setattr(picture.plt, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
+    monkeypatch.setattr(pyplot, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
     capsys.readouterr()
     found = train(folder / "out", speaker, tmp_path / "given")
     assert found["answers"] == "given" and found["own_share"] < 0.5

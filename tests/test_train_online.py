@@ -21,7 +21,6 @@ from data_prep.dialogues.loss_mask import MaskedTokens
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter
 from drafters.config import validate
-from train import cli
 from train.configs import EagleConfig, KangarooConfig
 from train.core import engine
 from train.data.online import OnlineFeatures
@@ -284,7 +283,7 @@ def test_overfit_and_dry_run(
     assert report.memory["target, for features"] == 4 * weights
     (tmp_path / "run.yaml").write_text(json.dumps(values))
     arguments = ["--config", str(tmp_path / "run.yaml"), "--overfit", "3", "steps=250", "tau_every=null"]
-    assert cli.main("eagle", arguments) == 0
+    assert tiny_run.main("eagle", arguments) == 0
     found = json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())
     assert [finding["sound"] for finding in found] == [True, True]
     missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")
