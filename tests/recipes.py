@@ -10,9 +10,9 @@ import shlex
 from pathlib import Path
 
 from drafters.config import load_config
-from train.cli import parse_arguments
-from train.core.task import task_class, trained_methods
+from train.configs import schema_of, trained_methods
 from train.preflight.checks import Report
+from train.preflight.command import parse_arguments
 from train.preflight.dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
     assert words[1] == f"train/{file.parent.name}.py", words
     arguments = parse_arguments(None, words[2:])
     assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
-    config = load_config(task_class(file.parent.name).schema, ROOT / arguments.config, arguments.overrides)
+    config = load_config(schema_of(file.parent.name), ROOT / arguments.config, arguments.overrides)
     report = dry_run(config, arguments)
     return report, [PREFIX + part for part in report.short.split("; ")]
 

@@ -10,10 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drafters import TargetModel
-from drafters.config import validate
 from train.core.average import WeightAverage
-from train.eagle import EagleConfig
-from train.run.files import read_metrics, run_folder_bytes
+from train.run.files import read_metrics
 
 
 def test_average_by_hand() -> None:
@@ -59,15 +57,3 @@ def test_a_run(target: TargetModel, features: Path, tmp_path: Path, changes: dic
     tiny_run.train_here("eagle", whole)
     ours, theirs = (load_file(Path(each["out"]) / "model.safetensors") for each in (half, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_what_is_refused_and_what_it_takes(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    """An average of the parts that a rank of ZeRO-3 has, or one that is begun in the middle of a run; a disk that is
-    full at the second state."""
-    values = tiny_run.settings(target.name, features, tmp_path / "run", steps=4, save_every=2)
-    with pytest.raises(ValueError, match=r"weight_average: 0.9 needs zero_stage: 0, 1 or 2 \(it is 3"):
-        validate(EagleConfig, {**values, "weight_average": 0.9, "zero_stage": 3}, source="test")
-    tiny_run.train_here("eagle", values)
-    with pytest.raises(ValueError, match="the config differs from the run in .*weight_average"):
-        tiny_run.train_here("eagle", {**values, "steps": 6, "weight_average": 0.9}, resume=True)
-    assert run_folder_bytes(100, averaged=True) - run_folder_bytes(100) == 3 * 400

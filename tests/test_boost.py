@@ -15,10 +15,12 @@ import yaml
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.model.ends import FrozenEnds
-from train import boost, boost_run
+from train import boost
+from train.core.lm_heads import LMHeads
 from train.core.task import make_task
 from train.data.packing import Batch, collate
 from train.draft.coverage import covered_rows, right_rows
+from train.run import boosting
 
 DRAFT = {"num_hidden_layers": 1, "hidden_size": 16, "tie_word_embeddings": True}
 
@@ -48,9 +50,11 @@ def test_right_rows_are_the_targets_first_choices(
     """A draft model compared with the text, or a token further; one that sees a neighbour in the packed row."""
     batch = collate(store, [3, 0, 1], one_row=True)
     answers = batch.shifted(batch.loss_mask, 1)
-    assert right_rows(target, batch, ends, 5)[answers].all()
+    settings = tiny_run.settings("t", Path("f"), Path("o"), draft_model="d", loss_chunk_rows=5)
+    heads = LMHeads(tiny_run.read("draft_model", settings), ends.lm_head)
+    assert right_rows(target, batch, heads)[answers].all()
     other = TargetModel(tiny.build("llama", seed=5))
-    found = right_rows(other, batch, ends, 5)
+    found = right_rows(other, batch, heads)
     for span in batch.spans:
         ids = batch.input_ids[:, span.start : span.start + span.length]
         expected = other.model(ids).logits[0].argmax(-1) == target.model(ids).logits[0].argmax(-1)
@@ -72,7 +76,7 @@ def test_only_what_is_missed_is_trained(
         other = make_task(tiny_run.read("draft_model", settings | {"boost": boosted}), ends)
         for batch in (*batches, batches[0]):
             rows, left = task.rows(batch).tolist(), other.rows(batch).tolist()
-            covered = covered_rows(right_rows(model, batch, ends, 8), batch, 1).flatten()
+            covered = covered_rows(right_rows(model, batch, task.heads), batch, 1).flatten()
             missed = [row for row in rows if not covered[row]]
             assert set(missed) <= set(left) <= set(rows)
             assert (left == missed) == (name != "some" or len(missed) == len(rows))
@@ -98,10 +102,10 @@ def test_two_boosted_cover_more_than_two_alike(
         tiny_run.train_here("draft_model", values | given, resume="--resume" in line)
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(boost_run, "subprocess", SimpleNamespace(run=here))
+    monkeypatch.setattr(boosting, "subprocess", SimpleNamespace(run=here))
     # Judged on what it was trained on: the held-out store has random dialogues, which nobody can learn.
-    opened = boost_run.open_inputs
-    monkeypatch.setattr(boost_run, "open_inputs", lambda run: replace(opened(run), heldout=opened(run).train))
+    opened = boosting.open_inputs
+    monkeypatch.setattr(boosting, "open_inputs", lambda run: replace(opened(run), heldout=opened(run).train))
     boost.main(["--config", str(tmp_path / "boost.yaml")])
     assert len(lines) == 3 and not any("--resume" in line for line in lines)
     found = json.loads((tmp_path / "boosted" / "coverage.json").read_text())["coverage"]

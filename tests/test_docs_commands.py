@@ -10,6 +10,8 @@ import pytest
 
 from drafters import config as configs
 from drafters.cli.program import CommandLine
+from train.configs import schema_of
+from train.preflight import command as command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,4 +94,4 @@ def test_the_command_is_understood(page: str, line: str, monkeypatch: pytest.Mon
         if hasattr(program, "main"):
             program.main(arguments)
         else:  # train/<method>.py: all share one command line
-            importlib.import_module("train.cli").main(module.removeprefix("train."), arguments)
+            command_line.main(schema_of(module.removeprefix("train.")), None, arguments)

@@ -25,8 +25,8 @@ from drafters.layouts.export import check, export, served_by
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.check import ROWS
+from train.configs import EagleConfig
 from train.core.attention import use_dialogue_attention
-from train.eagle import EagleConfig
 from train.preflight.estimate import meta_task
 
 NEW_TOKENS = 12

@@ -16,13 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_prep.store.reader import FeatureStore
 from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
+from train.configs import EagleConfig, KangarooConfig
 from train.core import losses
 from train.core.attention import use_dialogue_attention
-from train.core.losses import TopK, default_chunk_rows, divergence_sum, regression_sum
+from train.core.losses import Pairs, TopK, regression_sum
 from train.data.packing import Batch, Span, collate
-from train.eagle import EagleConfig, EagleTask, feature_noise
-from train.kangaroo import KangarooConfig, KangarooTask
+from train.eagle import EagleTask, feature_noise
+from train.kangaroo import KangarooTask
 from train.watch.alpha import chain_alpha
+
+
+def divergence_sum(ours: torch.Tensor, theirs: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    """The loss of one prediction ``[n, H]`` a token."""
+    (total,) = losses.divergence_sum(Pairs(ours[None], theirs), *options, **more)
+    return total
+
 
 DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7 pack into three rows
 
@@ -62,7 +70,9 @@ def test_regression_of_a_hand_worked_case() -> None:
     """A squared error without its linear part, a sum over the hidden size, or a mean over rows."""
     predicted, target = torch.tensor([[0.5, 2.0], [1.0, 1.0]]), torch.tensor([[0.0, 0.0], [1.0, 4.0]])
     # row 0: (0.5 * 0.25 + (2 - 0.5)) / 2; row 1: (0 + (3 - 0.5)) / 2
-    assert float(regression_sum(predicted, target)) == pytest.approx(0.8125 + 1.25)
+    assert float(regression_sum(Pairs(predicted[None], target))) == pytest.approx(0.8125 + 1.25)
+    weighted = Pairs(predicted[None], target, torch.tensor([[2.0, 0.5]]))
+    assert float(regression_sum(weighted)) == pytest.approx(2 * 0.8125 + 0.5 * 1.25)
 
 
 def test_cross_entropy_of_a_hand_worked_case() -> None:
@@ -109,7 +119,7 @@ def plain_divergence(name: str, p: torch.Tensor, log_q: torch.Tensor) -> torch.T
         "total_variation": 0.5 * (p - q).abs().sum(-1),
         "lk_alpha": -alpha.log(),
         "lk_lambda": weight * kl + (1 - weight) * (1 - alpha),
-    }[name].sum()
+    }[name]
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -121,12 +131,15 @@ def test_divergences_equal_autograd(name: str, top_k: TopK | None) -> None:
     lm_head.weight.mul_(4)  # distributions that differ
     ours = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
     naive, target = ours.detach().clone().requires_grad_(), torch.randn(20, 16, dtype=torch.float64)
-    loss = divergence_sum(ours, target, lm_head, DIVERGENCES[name], top_k, 7) * 0.37
+    weights = None if top_k and top_k.count == 500 else torch.rand(20, dtype=torch.float64).round(decimals=1)
+    pairs = Pairs(ours[None], target, None if weights is None else weights[None])
+    loss = losses.divergence_sum(pairs, lm_head, DIVERGENCES[name], top_k, 7)[0] * 0.37
     p, log_q = lm_head(target).softmax(-1), lm_head(naive).log_softmax(-1)
     reference = plain_divergence(name, p, log_q)
     if top_k is not None:
         among = torch.zeros_like(p).scatter_(-1, p.argsort(-1, descending=True)[:, : top_k.count], 1.0)
-        reference = reference - top_k.weight * (among * p * log_q).sum()
+        reference = reference - top_k.weight * (among * p * log_q).sum(-1)
+    reference = (reference if weights is None else reference * weights).sum()
     loss.backward()
     (0.37 * reference).backward()
     torch.testing.assert_close(loss, 0.37 * reference)
@@ -153,11 +166,12 @@ def test_a_task_takes_the_loss_that_its_config_names(
     """A key without effect, lambda's eta or HASS's k lost on the way, or another loss over loss_vocab."""
     changes = {"noise": "none", "lk_eta": 3.0, "top_k": 5, "top_k_weight": 0.7}
     task = eagle_task(folder, ends, classification_loss=name, **changes)
-    task.loss_ids = torch.arange(40, dtype=torch.int32)
+    task.heads.ids = torch.arange(40, dtype=torch.int32)
     predicted, target = torch.randn(2, 9, tiny.HIDDEN_SIZE)
-    expected = divergence_sum(predicted, target, task.loss_head, DIVERGENCES[name], TopK(5, 0.7))
-    assert task.loss_head.out_features == 40
-    assert float(task.losses(predicted, target)["classification_loss"]) == pytest.approx(float(expected), rel=1e-6)
+    expected = divergence_sum(predicted, target, task.heads.sliced, DIVERGENCES[name], TopK(5, 0.7))
+    assert task.heads.sliced.out_features == 40
+    found = task.losses(Pairs(predicted[None], target))["classification_loss"]
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_bf16_cross_entropy_equals_full_logits() -> None:
@@ -200,16 +214,6 @@ def test_full_logits_never_exist(name: str, top_k: TopK | None) -> None:
     assert largest.numbers == 20 * 1000
 
 
-def test_default_chunk_rows() -> None:
-    """A vocabulary that does not matter, or chunks of a single row."""
-    assert default_chunk_rows(nn.Linear(8, 4096)) == 128
-    assert default_chunk_rows(nn.Linear(8, 32000)) == 64
-    assert default_chunk_rows(nn.Linear(8, 10, device="meta")) == 2**28 // 40  # any other device than a CPU
-    assert default_chunk_rows(nn.Linear(8, 128256, device="meta")) == 523
-    assert default_chunk_rows(nn.Linear(8, 4096), on_gpu=True) == 16_384
-    assert default_chunk_rows(nn.Linear(8, 4096, device="meta"), on_gpu=False) == 128
-
-
 def test_noise() -> None:
     """Noise of another width, the same for every dialogue or epoch, in the padding, or dependent on the packing."""
     features = torch.zeros(2, 300, 8)
@@ -250,7 +254,7 @@ def test_packed_eagle_loss_equals_one_dialogue_at_a_time(folder: Path, store: Fe
     batch = collate(store, DIALOGUES)
     assert batch.attention_mask() is not None
     rows = task.rows(batch)
-    sums = task.loss_sums(task.module, batch, rows, noise_seed=1)
+    sums = tiny_run.losses_of(task, batch, 1)
     sums["loss"].backward()
     gradient = task.module.fc.weight.grad.clone()
     parts = [naive_eagle(task, store, index) for index in DIALOGUES]
@@ -268,9 +272,9 @@ def test_noise_changes_the_input_not_the_target(folder: Path, store: FeatureStor
     task = eagle_task(folder, ends)
     batch = collate(store, DIALOGUES)
     rows, before = task.rows(batch), batch.features.clone()
-    noisy = task.loss_sums(task.module, batch, rows, noise_seed=3)["loss"]
+    noisy = tiny_run.losses_of(task, batch, 3)["loss"]
     assert torch.equal(batch.features, before)
-    clean = task.loss_sums(task.module, batch, rows, noise_seed=None)["loss"]
+    clean = tiny_run.losses_of(task, batch)["loss"]
     assert noisy != clean
     noise = feature_noise(batch.features, batch.spans, "paper", 3)
     assert eagle_task(folder, ends, noise="none").with_noise(batch, 3) is batch
@@ -278,7 +282,7 @@ def test_noise_changes_the_input_not_the_target(folder: Path, store: FeatureStor
     predicted = task.module(batch.features + noise, embeddings, batch.position_ids, batch.attention_mask())
     target = torch.roll(before, -1, 1).flatten(0, 1)[rows]
     expected = F.smooth_l1_loss(predicted.flatten(0, 1)[rows], target, reduction="sum") / target.shape[1]
-    got = task.loss_sums(task.module, batch, rows, noise_seed=3)["regression_loss"]
+    got = tiny_run.losses_of(task, batch, 3)["regression_loss"]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -287,8 +291,9 @@ def test_kangaroo_loss_equals_one_dialogue_at_a_time(folder: Path, store: Featur
     task = kangaroo_task(folder, ends)
     batch = collate(store, DIALOGUES, (2,))
     rows = task.rows(batch)
-    loss = task.loss_sums(task.module, batch, rows, noise_seed=1)["loss"]
-    figures = task.heldout(task.module, batch, *task.pairs(task.module, batch, rows))
+    loss = tiny_run.losses_of(task, batch, 1)["loss"]
+    batch = tiny_run.with_rows(task, batch)
+    figures = task.heldout(task.module, batch, task.pairs(task.module, batch))
     expected, overlap, agree, count = 0.0, 0.0, 0, 0
     for index in DIALOGUES:
         item = store[index]

@@ -44,8 +44,7 @@ from drafters import TargetModel
 from drafters.drafting.draft_model import vocabulary
 from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
-from train import cli
-from train.core.task import trained_methods
+from train.configs import trained_methods
 
 CODE = """
 from pathlib import Path
@@ -187,15 +186,15 @@ def online(target: Path, trap: Trap) -> dict[str, Any]:
 
 
 def eagle(*more: str) -> Callable[[list[str]], int]:
-    return lambda given: cli.main("eagle", [*given, *more])
+    return lambda given: tiny_run.main("eagle", [*given, *more])
 
 
 def kangaroo(given: list[str]) -> int:
-    return cli.main("kangaroo", given)
+    return tiny_run.main("kangaroo", given)
 
 
 def draft_model(given: list[str]) -> int:
-    return cli.main("draft_model", given)
+    return tiny_run.main("draft_model", given)
 
 
 ANY_GAMMA = {"drafters": [{"label": "L", "drafter": "prompt_lookup"}]}
@@ -337,7 +336,13 @@ LINES: dict[str, tuple[Main, Line]] = {  # programs without --config: what is ty
     ),
     "datastore": (
         data_prep.datastore.main,
-        lambda trap, folder: [str(folder / TEXT), "--out", str(folder / "x"), "--target", str(trap.strange)],
+        lambda trap, folder: [
+            str(folder / TEXT),
+            "--out",
+            str(folder / "x.safetensors"),
+            "--target",
+            str(trap.strange),
+        ],
     ),
     "start": (
         train.start.main,

@@ -15,9 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from drafters import TargetModel, generate, make_drafter
 from train import shallow
+from train.configs import DraftModelConfig
 from train.core.task import make_task
 from train.data.packing import collate
-from train.draft_model import DraftModelConfig
+from train.draft.shallow import shallow_config
 from train.run.files import read_metrics
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -72,7 +73,7 @@ def test_layers_that_are_what_their_numbers_say(changes: dict[str, Any], tmp_pat
     """Catches an expert's weights in a dense layer: transformers draws new ones where names do not fit."""
     config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=4, **changes)
     with pytest.raises(ValueError, match="its layers are dense or mixtures of experts by their numbers"):
-        shallow.shallow_config(config, [0, 1], "it")
+        shallow_config(config, [0, 1], "it")
 
 
 @pytest.mark.parametrize(
@@ -115,10 +116,10 @@ def settings(folder: Path, tmp_path: Path) -> dict[str, Any]:
 def test_the_loss_is_over_some_tokens_alone(settings: dict[str, Any], ends: Any, store: Any, divergence: str) -> None:
     """Catches another token's logit, a text's token taken for its place, or the whole vocabulary in one of the two."""
     task = make_task(tiny_run.read("draft_model", settings | {"divergence": divergence}), ends)
-    ids = task.loss_ids = torch.randperm(97, generator=torch.Generator().manual_seed(0))[:40].sort().values.int()
+    ids = task.heads.ids = torch.randperm(97, generator=torch.Generator().manual_seed(0))[:40].sort().values.int()
     batch = collate(store, [3, 0, 1])
     rows = task.rows(batch)
-    loss = task.loss_sums(task.module, batch, rows)["loss"]
+    loss = tiny_run.losses_of(task, batch, 1)["loss"]
     logits = task.module.lm_head(task.predict(task.module, batch)).flatten(0, 1)[rows][:, ids]
     if divergence == "tokens":
         tokens = batch.input_ids.flatten()[rows + 1]
@@ -154,7 +155,7 @@ def test_killed_and_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
     """Catches ends that are lost with a process: a state has what is trained alone."""
     values = settings | {"steps": 8, "save_every": 3}
     tiny_run.train_here("draft_model", values | {"out": str(tmp_path / "reference")})
-    tiny_run.killed_and_resumed([{"kind": "draft_model", "values": values, "point": "named"}], tmp_path)
+    tiny_run.killed_and_resumed([{"kind": "draft_model", "values": values, "point": "named:1"}], tmp_path)
     one, other = (load_file(run / "model.safetensors") for run in (Path(settings["out"]), tmp_path / "reference"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -12,7 +11,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nursery
@@ -23,23 +21,15 @@ import yaml
 from chat_formats import dialogue
 
 import train.start
-from data_prep.features import FeaturesConfig
-from data_prep.magpie import MagpieConfig
-from data_prep.regenerate import RegenerateConfig
-from drafters import TargetModel
+from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from drafters.config import validate
-from drafters.loop.refill import Refilled
-from eval.lossless import LosslessConfig
-from eval.speed import SpeedConfig
-from eval.tune import TuneConfig
-from train.plan.asked import Sample
+from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
+from train.configs import StartConfig
 from train.plan.configs import page
-from train.plan.facts import Data, Machine, Model, Rates, answer_spans, look_at_data, look_at_model
-from train.plan.rates import Answering, Asking, timed
+from train.plan.facts import Data, Machine, Model, Rates, look_at_model
 from train.plan.script import script
 from train.plan.steps import Plan, Planner
 from train.preflight.dry_run import Estimates
-from train.start import StartConfig
 
 SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
 SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
@@ -102,7 +92,7 @@ def test_from_a_model_and_dialogues_to_a_card(
     train.start.main(given)
     printed = capsys.readouterr().out
     assert "60 kept, dropped 2 (no_conversations 1, broken_json 1)" in printed
-    assert "answers of others: the target will give its own" in " ".join(printed.split())
+    assert "others' answers: the target will give its own" in " ".join(printed.split())
     edit(out / "configs/regenerate.yaml", max_new_tokens=8)
     edit(out / "configs/eagle.yaml", minutes=None, steps=40, save_every=2, precision="float32", heldout_tokens=64)
     edit(out / "configs/lossless.yaml", texts=16, new_tokens=4, greedy_tokens=4, rounded=None)
@@ -149,7 +139,7 @@ def test_from_a_model_alone_to_answers(
     train.start.main(given)
     printed = " ".join(capsys.readouterr().out.split())
     assert "no --data: the target asks itself; 32 questions and their answers" in printed
-    assert f"look at some of {out}/asked/questions.jsonl" in printed
+    assert f"read some of {out}/asked/questions.jsonl" in printed
     edit(out / "configs/magpie.yaml", count=40, max_new_tokens=200)
     edit(out / "configs/regenerate.yaml", max_new_tokens=8)
     script = (out / "run.sh").read_text().split("\n# 4. ")[0]  # without the features and all that follows
@@ -230,15 +220,6 @@ def test_the_minutes_are_kept_where_the_target_asks(
         assert 8 <= held <= max(8, count / 10) and "--unanswered" in made.steps[1].commands[0]
 
 
-def test_a_target_that_asks_nothing_is_refused(target_folder: Path, tmp_path: Path) -> None:
-    """Catches hours spent on a model that was not tuned on questions: this one never ends one within a few tokens."""
-    model = look_at_model(str(target_folder))
-    sample = Sample(replace(model, longest=40), Machine(torch.device("cpu"), 0, 2, 10**11, 10**11, "float32"))
-    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
-    with pytest.raises(ValueError, match=r"of 96 questions .* can be used .*unended_question.*give --data"):
-        sample(target, 8)
-
-
 def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches features written to a disk that they fill, answers of the target that it gives again, and a Kangaroo
     whose options nobody has searched.
@@ -246,7 +227,7 @@ def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tm
     made = plan(model, monkeypatch, tmp_path, disk=10**8)
     assert "features" not in [step.name for step in made.steps]
     assert made.files["eagle.yaml"][0]["features"] == "online"
-    assert "are computed while it trains" in made.notes[0]
+    assert "are computed during training" in made.notes[0]
     made = plan(model, monkeypatch, tmp_path, own=True, minutes=30)
     assert "answers" not in [step.name for step in made.steps]
     assert made.files["features.yaml"][0]["limit"] < 10_000
@@ -284,106 +265,3 @@ def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path,
     (out / "start.json").write_text(json.dumps({"settings": {"minutes": 60}}))
     with pytest.raises(ValueError, match="holds another start: .*minutes was 60, is 120"):
         train.start.main(given)
-
-
-def test_whose_answers_they_are(model: Model, data: Path) -> None:
-    """Catches lengths taken from the sample alone, and answers of others taken for the target's."""
-    found = look_at_data(str(data), model)
-    assert (found.dialogues, found.own) == (60, False)
-    assert 0 < found.answers < found.tokens
-
-
-def test_lengths_are_those_of_the_whole_file(model: Model, tmp_path: Path) -> None:
-    """Catches a plan made for a sorted file by its first dialogues, or for dialogues that cannot be used, and questions
-    asked of the first ones alone."""
-    short, long, useless = dialogue(0), dialogue(1), dialogue(0)
-    long["conversations"] = long["conversations"] * 3
-    useless["conversations"][0]["value"] = "<|im_end|>"
-    found = look_at(tmp_path, [short] * 300 + [long] * 900, model)
-    few, many = look_at(tmp_path, [short] * 30, model), look_at(tmp_path, [long] * 30, model)
-    assert found.dialogues == 1200 and found.turns == pytest.approx(10 * few.turns + 30 * many.turns, rel=0.05)
-    assert found.tokens == pytest.approx(10 * few.tokens + 30 * many.tokens, rel=0.05)
-    longest = max(len(one.input_ids) for one in found.some)
-    assert 0.6 < sum(len(one.input_ids) == longest for one in found.some[:100]) / 100 < 0.9
-    mixed = look_at(tmp_path, [short] * 300 + [useless] * 900, model)
-    assert mixed.dialogues == pytest.approx(300, rel=0.2) and mixed.tokens == pytest.approx(10 * few.tokens, rel=0.2)
-    assert "special_token_in_text" in mixed.read
-    with pytest.raises(ValueError, match="at least 24 usable dialogues are needed"):
-        look_at(tmp_path, [short] * 10 + [useless] * 30, model)
-    few_good = look_at(tmp_path, [short] * 40 + [useless] * 20_000, model)
-    assert 24 <= few_good.dialogues <= 60  # none of them among those looked at
-
-
-def test_own_answers_are_as_long_as_they_are(model: Model, tmp_path: Path) -> None:
-    """Catches tokens of turns that no dialogue has room for, or of the answers that are replaced."""
-    long = dialogue(1)
-    long["conversations"] = long["conversations"][:2] * 20
-    found = look_at(tmp_path, [long] * 30, model)
-    one = found.some[0]
-    spans = answer_spans(one)
-    assert one.loss_mask[spans[0][0] : spans[0][1]].all() and not one.loss_mask[spans[0][0] - 1]
-    question = spans[1][0] - spans[0][1]
-    own = found.answered(10.0, model)
-    fit = 0
-    while spans[0][0] + fit * (question + 10) + model.answer <= model.longest:
-        fit += 1
-    assert 1 < fit < 20 and own.turns == pytest.approx(30 * fit, abs=30)
-    assert own.tokens == pytest.approx(30 * (spans[0][0] + (fit - 1) * question + 10 * fit), rel=0.15)
-    assert own.answers == 10 * own.turns
-
-
-def look_at(folder: Path, dialogues: list[Any], model: Model) -> Data:
-    file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in dialogues))
-    return look_at_data(str(file), model)
-
-
-def test_answers_are_timed_while_all_rows_are_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches lengths of the answers that end first, a rate of rows that wait for the last one, and a wait without end
-    where the target is slow."""
-
-    class Rows:
-        """In the place of a batch: a step takes a second, a prompt three."""
-
-        enough, fill = 1, Refilled.fill
-
-        def __init__(self, lengths: list[int], rows: int, second: float) -> None:
-            self.lengths, self.rows, self.second, self.now = lengths, rows, second, 0.0
-            self.at: list[list[int]] = []  # tokens left, and of all
-
-        def free(self) -> int:
-            return self.rows - len(self.at)
-
-        def at_work(self) -> bool:
-            return bool(self.at)
-
-        def take(self, given: list[Any]) -> None:
-            for _ in given:
-                length = self.lengths.pop(0)
-                self.at, self.now = [*self.at, [length, length]], self.now + 3 * self.second
-
-        def step(self) -> None:
-            self.now += self.second
-            self.at = [[left - 1, whole] for left, whole in self.at]
-
-        def ended(self) -> list[Any]:
-            done = [SimpleNamespace(tokens=[0] * whole) for left, whole in self.at if not left]
-            self.at = [each for each in self.at if each[0]]
-            return done
-
-        def under_way(self) -> int:
-            return sum(whole - left for left, whole in self.at)
-
-    def measured(lengths: list[int], rows: int, second: float = 0.01) -> Answering:
-        batch: Any = Rows(list(lengths), rows, second)
-        monkeypatch.setattr("train.plan.rates.time.perf_counter", lambda: batch.now)
-        return timed(Asking(batch, iter([(0, [1])] * len(lengths))), most=30)
-
-    draw = random.Random(0)
-    lengths = [draw.choice([2, 2, 2, 30]) for _ in range(400)]
-    found = measured(lengths, 4)
-    assert found.length == pytest.approx(sum(lengths) / len(lengths))
-    assert measured([10] * 64, 1).rate == pytest.approx(100 * 10 / 13, rel=0.05)
-    assert measured([10] * 60 + [1000], 4).rate == pytest.approx(measured([10] * 61, 4).rate, rel=0.1)
-    slow = measured([30] * 8, 4, second=3.0)  # 36 s of prompts, and then 8 of 30 steps
-    assert slow.length == 30 and slow.rate == pytest.approx(4 * 9 / 63)

@@ -4,21 +4,16 @@ import json
 import random
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
-from drafters.config import load_config
+from train.configs import TargetConfig
 from train.target import run as target_run
-from train.target.config import TargetConfig
 from train.target.data import pack_rows
-from train.target.model import lr_scale
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "target"
 SHAPE = {"vocab_size": 400, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 SHAPE |= {"intermediate_size": 48, "max_positions": 128}
 
@@ -173,40 +168,3 @@ def test_rows_are_full_and_begin_with_a_dialogue():
     starts = sum(row[0] % 100 == 0 for row in rows)
     assert starts >= len(rows) - (len(documents) - len(short))
     assert rows == pack_rows(documents, 40, random.Random(0)) != pack_rows(documents, 40, random.Random(1))
-
-
-def test_schedule_decays_only_at_the_end(corpus, tmp_path):
-    """Catches a schedule whose constant part depends on `steps`, which resuming with another `steps` relies on."""
-    short, long = tiny(corpus, tmp_path, steps=100, decay_fraction=0.2), tiny(corpus, tmp_path, steps=10_000)
-    assert lr_scale(0, short) == 0.5 and lr_scale(1, short) == 1.0
-    assert [lr_scale(step, short) for step in range(80)] == [lr_scale(step, long) for step in range(80)]
-    assert lr_scale(90, short) == pytest.approx(0.5) and lr_scale(99, short) == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize("name", ["stdlib.yaml", "stdlib-draft.yaml"])
-def test_bundled_configs_fit_their_budget(corpus, tmp_path, name):
-    """Catches a shape change that makes a bundled checkpoint too large for the repository."""
-    config = load_config(TargetConfig, CONFIGS / name, [f"corpus={corpus}", f"run_dir={tmp_path}"])
-    tokenizer = target_run.get_tokenizer(tiny(corpus, tmp_path))
-    target_run.build_model(config, tokenizer)
-    with pytest.raises(ValueError, match="max_bytes"):
-        target_run.build_model(config.model_copy(update={"max_bytes": 1000}), tokenizer)
-
-
-def test_config_errors_name_the_key():
-    """Catches a misspelt key that is silently ignored."""
-    for override, message in (("stepz=3", "stepz"), ("model.heads=3", "kv_heads"), ("steps", "key=value")):
-        with pytest.raises(ValueError, match=message):
-            load_config(TargetConfig, CONFIGS / "stdlib.yaml", [override])
-    with pytest.raises(ValueError, match="no config file at"):
-        load_config(TargetConfig, Path("nowhere.yaml"), [])
-
-
-def test_optimizer_covers_every_parameter(corpus, tmp_path):
-    """Catches a parameter that neither optimiser updates, or that both do."""
-    config = tiny(corpus, tmp_path)
-    model = target_run.build_model(config, target_run.get_tokenizer(config))
-    with ThreadPoolExecutor(1) as pool:
-        optimizer = target_run.Optimizer(model, config, pool)
-    held = [id(p) for part in optimizer.parts for group in part.param_groups for p in group["params"]]
-    assert sorted(held) == sorted(id(p) for p in model.parameters())

@@ -9,7 +9,6 @@ import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
@@ -92,18 +91,3 @@ def test_bf16_is_as_exact_as_the_kernel() -> None:
         for attend in (blocked_attention, fused_attention)
     ]
     assert errors[0] < 1.1 * errors[1]
-
-
-def test_dropout_reaches_the_weights() -> None:
-    """A target's attention dropout that is silently left out."""
-    query, key, value = states()
-    found, _ = dialogue_attention(layer(), query, key, value, Dialogues(LENGTHS), dropout=1.0)
-    assert not found.any()
-
-
-def test_rows_without_dialogues() -> None:
-    """A row that sees another, or a target trained with an attention that its users do not have."""
-    query, key, value = (each.detach() for each in states())
-    found, _ = AttentionInterface()[attention.CAUSAL](layer(), query, key, value, None, scaling=SIZE**-0.5)
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)

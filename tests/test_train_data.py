@@ -1,6 +1,5 @@
 """train/data/packing.py: batches, packing, ranks, resuming."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,13 @@ from drafters import TargetModel
 from train.core.attention import Dialogues
 from train.core.runtime import Ranks
 from train.data.packing import (
-    Batch,
     Position,
-    StepData,
     TrainData,
     collate,
     collate_or_stand_in,
     epoch_batches,
     pack,
     shift,
-    split_evenly,
 )
 
 LENGTHS = tiny_run.LENGTHS["train"]
@@ -120,52 +116,7 @@ def test_epoch_batches() -> None:
     assert [30] in [[LENGTHS[i] for i in batch] for batch in epoch_batches(LENGTHS, 20, seed=0, epoch=0)]
 
 
-def drawn_lengths(mean: float, sigma: float, longest: int) -> list[int]:
-    """Log-normal lengths of 4,000 dialogues."""
-    drawn = (torch.randn(4000, generator=torch.Generator().manual_seed(0)) * sigma + mean).exp()
-    return drawn.long().clamp(5, longest).tolist()
-
-
 # The standard library's dialogues (147 tokens on average), ShareGPT's cut at 2,048, and that in steps of one dialogue.
-@pytest.mark.parametrize(
-    ("mean", "sigma", "longest", "budget"), [(4.7, 0.7, 817, 2048), (7.2, 1, 2048, 8192), (7.2, 1, 2048, 2048)]
-)
-def test_batches_are_filled(mean: float, sigma: float, longest: int, budget: int) -> None:
-    """Steps with room left that their price is paid for, and an epoch's last dialogues as a step of their own."""
-    lengths = drawn_lengths(mean, sigma, longest)
-    batches = epoch_batches(lengths, budget, seed=0, epoch=0)
-    assert members(batches) == list(range(len(lengths)))
-    tokens = [sum(lengths[i] for i in batch) for batch in batches]
-    assert sum(tokens) / (budget * len(batches)) > 0.97
-    assert max(tokens) <= budget
-    assert min(tokens) > 0.6 * budget
-
-
-def test_packing_does_not_sort_the_epoch() -> None:
-    """Short dialogues trained on last (or first) because long ones were packed first, or batches of one length."""
-    lengths = drawn_lengths(4.7, 0.7, 817)
-    batches = epoch_batches(lengths, 2048, seed=0, epoch=0)
-    overall = sum(lengths) / len(lengths)
-    for part in range(4):  # any quarter of the epoch is a sample of it
-        quarter = [
-            lengths[i] for batch in batches[part * len(batches) // 4 : (part + 1) * len(batches) // 4] for i in batch
-        ]
-        assert sum(quarter) / len(quarter) == pytest.approx(overall, rel=0.1)
-    spread = torch.tensor([len(batch) for batch in batches], dtype=torch.float64)
-    random = [sum(lengths[start : start + 15]) for start in range(0, len(lengths), 15)]  # of as many dialogues
-    variation = torch.tensor(random, dtype=torch.float64)
-    assert spread.std() / spread.mean() < 1.5 * variation.std() / variation.mean()
-
-
-def test_deal_is_a_balanced_partition() -> None:
-    """A dialogue on two ranks or on none; one rank with all the long ones; a crash with more ranks than work."""
-    shares = split_evenly([0, 1, 3, 4, 5, 7], LENGTHS, 3)
-    assert members(shares) == [0, 1, 3, 4, 5, 7]
-    tokens = [sum(LENGTHS[i] for i in share) for share in shares]
-    assert max(tokens) - min(tokens) <= 9
-    assert split_evenly([2], LENGTHS, 3) == [[2], [], []]
-
-
 def dialogues_of(data: TrainData, position: Position, steps: int) -> list[list[list[int]]]:
     stream = data.steps(position)
     result = [[[span.dialogue for span in batch.spans] for batch in next(stream).batches] for _ in range(steps)]
@@ -184,22 +135,6 @@ def test_steps_resume_at_any_position(store: FeatureStore) -> None:
         assert dialogues_of(data, whole[done - 1].following, 9 - done) == expected[done:]
     assert whole[-1].epoch > 0
     assert data.steps_in(2) == len(data.epoch(0)) + len(data.epoch(1))
-
-
-def test_steps_keep_their_order_with_several_readers(store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps in the order in which threads finish, or threads that read a shard that another one is opening."""
-    expected = dialogues_of(TrainData(store, CONFIG), Position(), 12)
-    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)  # page-locked memory needs a GPU
-    fresh = FeatureStore.open(store.path)
-    data = TrainData(fresh, CONFIG, pin=True)
-    read = data._read
-
-    def slow_at_first(dialogues: list[int], epoch: int, following: Position) -> StepData:
-        time.sleep(0.02 if following.batch % 2 else 0)
-        return read(dialogues, epoch, following)
-
-    monkeypatch.setattr(data, "_read", slow_at_first)
-    assert dialogues_of(data, Position(), 12) == expected
 
 
 def test_ranks_share_the_global_batches(store: FeatureStore) -> None:

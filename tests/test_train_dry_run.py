@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,16 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
-from data_prep.features import FeaturesConfig
-from data_prep.store.quantise import token_bytes
+from data_prep.configs import FeaturesConfig
 from drafters import TargetModel
 from drafters.config import load_config, validate
-from train.cli import main
-from train.core import losses
+from train.configs import EagleConfig, KangarooConfig, schema_of
 from train.core.config import TrainConfig
-from train.core.task import task_class
-from train.data.packing import TrainData
-from train.eagle import EagleConfig
-from train.kangaroo import KangarooConfig
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
 from train.preflight.estimate import MicroBatch, memory_parts, meta_task, parameters, pass_memory, target_parameters
 from train.run.files import run_folder_bytes
-from train.run.inputs import open_inputs
 
 ROOT = tiny_run.ROOT
 
@@ -80,16 +72,16 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     line = tiny_run.command("eagle", tmp_path, {**settings, "tau_every": 5}, "--dry-run", "--tokens-per-second", "100")
     code = """
 import sys
-from train.cli import main
-from train.core.config import TrainConfig
-status = main("eagle", sys.argv[1:])
+from train.configs import EagleConfig
+from train.preflight.command import main
+status = main(EagleConfig, None, sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)
 """
     done = tiny_run.run([line[0], "-c", code, *line[2:]], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Result: can start" in done.stdout
-    assert "prompts for tau          there are" in done.stdout
+    assert "prompts for tau          found" in done.stdout
     assert not Path(settings["out"]).exists()
 
 
@@ -100,21 +92,13 @@ def test_all_problems_at_once(settings: dict[str, Any], tmp_path: Path, capsys: 
     (out / "notes.txt").write_text("mine")
     tiny_run.command("eagle", tmp_path, {**settings, "features": str(tmp_path / "nowhere")})
     config = str(tmp_path / "run.yaml")
-    assert main("eagle", ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
+    assert tiny_run.main("eagle", ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
     text = capsys.readouterr().out
     assert "run folder" in text
     assert "is not empty and holds no state" in text
     assert len(re.findall(r"PROBLEM: no feature store at .*nowhere", text)) == 2
     assert "3 problem(s): the run cannot start like this" in text
     assert "drafter" in text.rpartition("In short:")[2]  # and estimates all the same
-
-
-def test_features_of_another_target_are_found(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A fingerprint that is not compared because the weights are not read."""
-    tiny.build("llama", seed=7).save_pretrained(tmp_path / "other")
-    report = report_on({**settings, "target": str(tmp_path / "other")})
-    assert any("fingerprint" in problem for problem in report.problems)
-    assert not report_on(settings).problems
 
 
 def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,66 +127,6 @@ def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, mo
     )
 
 
-def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Kangaroo from a layer past the end, or one that the store does not hold, found after the start only."""
-    report = report_on({**settings, "exit_layer": 3}, "kangaroo")
-    assert any("holds no hidden states after layer 3" in problem for problem in report.problems)
-    report = report_on({**settings, "exit_layer": 4, "features": str(tmp_path)}, "kangaroo", tokens=1000)
-    assert any("must be below the 4 layers" in problem for problem in report.problems)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "changes", "said"),
-    [
-        ("llama", "eagle", {}, r"this toolkit, the official code, vLLM, SGLang \(layer: target\)$"),
-        ("qwen3", "eagle", {}, r"this toolkit, the official code, vLLM, SGLang \(layer: llama\)$"),
-        (
-            "mixtral",
-            "eagle",
-            {},
-            r"the official code, vLLM \(layer: target\); not by SGLang: it runs no targets of the fam",
-        ),
-        (
-            "qwen3",
-            "eagle",
-            {"layer": "target"},
-            r"this toolkit \(layer: target\); not by .* vLLM: its layer is that of the",
-        ),
-        ("llama", "eagle", {"fc_bias": True}, "not by vLLM: its fc has no bias"),
-        ("llama", "eagle", {"inputs": "token"}, r"this toolkit \(layer: target\); not by .*: its inputs is 'token'"),
-        ("llama", "kangaroo", {"exit_layer": 2}, "this toolkit, the official code; not by vLLM: it is of the method"),
-        (
-            "qwen3",
-            "kangaroo",
-            {"exit_layer": 2},
-            "this toolkit; not by the official code: its layer is that of the fam",
-        ),
-        ("llama", "medusa", {}, "this toolkit; not by .* SGLang: it is of the method 'medusa'"),
-    ],
-)
-def test_it_says_what_will_serve_the_drafter(
-    family: str, kind: str, changes: dict[str, Any], said: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """Catches a dry run that does not say that the export will refuse the head."""
-    shape = tmp_path / "config.json"
-    tiny.tiny_config(family, head_dim=12).to_json_file(shape)
-    values = {**settings, "features": str(tmp_path), **changes}
-    report = report_on(values, kind, target_config=str(shape))
-    assert re.search(rf"^served by +.*{said}", report.text(), re.MULTILINE), report.text()
-
-
-def test_nothing_to_estimate_from(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A stack trace, or a guess, where neither target nor data is known."""
-    report = report_on({**settings, "target": str(tmp_path / "none")})
-    assert "give --target-config" in report.text()
-    assert not report.short
-    report = report_on({**settings, "features": str(tmp_path)})
-    assert "give --tokens N or --data FILE" in report.text()
-    assert "memory" in report.short
-    report = report_on({**settings, "features": str(tmp_path)}, data=str(tmp_path / "none.json"))
-    assert any("no tokenizer to count with; give --tokens N" in problem for problem in report.problems)
-
-
 def test_data_file_is_counted(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Tokens of the sample taken for those of the whole file."""
     turns = [{"from": "human", "value": "What is a list?"}, {"from": "gpt", "value": "A sequence. " * 20}]
@@ -214,14 +138,6 @@ def test_data_file_is_counted(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert tokens % 600 == 0
     assert 600 * 40 < trained < tokens < 600 * 200
     assert "600 dialogues" in text
-
-
-def test_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
-    """Steps of tokens / batch_tokens, which no shuffle of whole dialogues gives."""
-    values = {**settings, "steps": None, "epochs": 1}
-    config = validate(EagleConfig, values, source="test")
-    data = TrainData(open_inputs(config).train, config)
-    assert f"{data.steps_in(1):,} an epoch" in report_on(values).text()
 
 
 def test_time(settings: dict[str, Any]) -> None:
@@ -288,60 +204,6 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert half < 0.7 * whole
 
 
-def test_memory_with_default_chunks_is_the_devices(settings: dict[str, Any]) -> None:
-    """A GPU's estimate with the small chunks of a CPU, where the config leaves their size open."""
-    config = validate(EagleConfig, {**settings, "loss_chunk_rows": None}, source="test")
-    target = LlamaConfig(**{**memory_run.SHAPE, "vocab_size": 32_000})
-    losses = [pass_memory(config, target, MicroBatch(4, 512), on_gpu=on)["loss"] for on in (False, True)]
-    given = [config.model_copy(update={"loss_chunk_rows": rows}) for rows in (64, 2097)]
-    expected = [pass_memory(each, target, MicroBatch(4, 512))["loss"] for each in given]
-    assert losses == expected
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision": "bf16", "top_k_weight": 1.0}, {"classification_loss": "lk_lambda"}]
-)
-def test_two_chunks_are_as_large_as_all(
-    settings: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A peak that the trace does not come to, because it leaves out what repeats."""
-    config = validate(EagleConfig, {**settings, **changes}, source="test")
-    target, micro = LlamaConfig(**memory_run.SHAPE), MicroBatch(2, 48)
-    assert micro.tokens == 6 * (config.loss_chunk_rows or 0)
-    few = pass_memory(config, target, micro)
-    monkeypatch.setattr(estimate, "two_chunks_only", nullcontext)
-    assert few == pass_memory(config, target, micro)
-    monkeypatch.setattr(losses, "_most_chunks", 1)
-    assert few != pass_memory(config, target, micro)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.62, 0.0])
-def test_what_is_timed_is_trained_as_much_as_the_data(
-    share: float, settings: dict[str, Any], target: TargetModel
-) -> None:
-    """Catches a rate measured with every position trained, where in dialogues two of five are questions: too low by a
-    third where the LM head is most of the work."""
-    batch = estimate.random_batch(validate(EagleConfig, settings, "test"), MicroBatch(3, 50), target.config, share)
-    masks = batch.loss_mask.view(3, 50)
-    assert masks.sum(1).tolist() == [max(round(share * 50), 1)] * 3
-    assert (masks[:, 1:] >= masks[:, :-1]).all()  # answers stand behind their questions
-
-
-@pytest.mark.parametrize("kind", ["eagle", "kangaroo", "medusa"])
-def test_what_the_schema_leaves_open(kind: str, settings: dict[str, Any]) -> None:
-    """A default that every test and recipe replaces, and with which neither an estimate nor a run works."""
-    needed = {key: settings[key] for key in ("target", "features", "out", "batch_tokens", "learning_rate")}
-    values = {**needed, "steps": 2, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
-    report = report_on(values, kind)
-    assert not report.problems and report.memory["forward and backward"] > 0
-    threads = tiny_run.torch.get_num_threads()
-    try:
-        tiny_run.train_here(kind, values)
-    finally:
-        tiny_run.torch.set_num_threads(threads)
-    assert (Path(values["out"]) / "config.json").is_file()
-
-
 def test_parameters_of_the_papers() -> None:
     """A head of another size than the paper's (section 4: 0.24B, 0.37B, 0.99B; Kangaroo: 67M at 4,096)."""
     eagle = load_config(EagleConfig, ROOT / "configs/eagle/vicuna-7b.yaml")
@@ -359,14 +221,6 @@ def test_parameters_of_the_papers() -> None:
     assert billions(kangaroo, "vicuna-7b") == 0.07
     totals = {"vicuna-7b": 6.7, "vicuna-13b": 13.0, "vicuna-33b": 32.5, "llama2-70b-chat": 69.0}
     assert {name: round(target_parameters(shape(name))[0] / 1e9, 1) for name in totals} == totals
-
-
-def test_feature_bytes_equal_a_stores(settings: dict[str, Any], features: Path) -> None:
-    """A store's size off by a tap or a dtype."""
-    tokens = sum(tiny_run.LENGTHS["train"])
-    shards = sum(file.stat().st_size for file in (features / "train").glob("*.safetensors"))
-    estimated = tokens * token_bytes(tiny.HIDDEN_SIZE, 1, "float32")
-    assert estimated == pytest.approx(shards, rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------- recipes
@@ -392,7 +246,7 @@ def test_every_model_has_its_recipes() -> None:
     files = (ROOT / "configs" / "features").glob("*-sharegpt.yaml")
     made = {each.out: each for each in (load_config(FeaturesConfig, file) for file in files)}
     for file in recipes.recipes():
-        config = load_config(task_class(file.parent.name).schema, file)
+        config = load_config(schema_of(file.parent.name), file)
         source = made[str(config.features)]
         assert (source.target, source.revision) == (config.target, config.revision)
         assert config.betas == (0.9, 0.95)

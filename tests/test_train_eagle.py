@@ -19,14 +19,11 @@ from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoin
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
 from train import eagle
-from train.core.engine import deepspeed_config
+from train.configs import EagleConfig
 from train.data.packing import Span
-from train.eagle import EagleConfig, Noise
 from train.run import loop
 from train.run.files import read_metrics
 from train.run.loop import TrainingDiverged
-
-CONFIGS = tiny_run.ROOT / "configs"
 
 
 @pytest.fixture
@@ -177,7 +174,7 @@ def test_every_epoch_has_its_own_noise(settings: dict[str, Any], monkeypatch: py
     """The same noise on the same dialogue in every epoch, which the head would learn by heart."""
     seeds, noise = [], eagle.feature_noise
 
-    def noted(features: torch.Tensor, spans: list[Span], kind: Noise, seed: int) -> torch.Tensor:
+    def noted(features: torch.Tensor, spans: list[Span], kind: Any, seed: int) -> torch.Tensor:
         seeds.append(seed)
         return noise(features, spans, kind, seed)
 
@@ -251,18 +248,6 @@ def test_minutes_end_a_run_in_order(settings: dict[str, Any], monkeypatch: pytes
     assert (out / "model.safetensors").is_file()
 
 
-def test_deepspeed_numbers_come_from_the_run_config(settings: dict[str, Any]) -> None:
-    """A learning rate, clip or accumulation that DeepSpeed has of its own."""
-    config = validate(EagleConfig, {**settings, "gradient_accumulation": 3, "zero_stage": 2}, source="test")
-    derived = deepspeed_config(config)
-    assert derived["gradient_accumulation_steps"] == 3
-    assert derived["gradient_clipping"] == 0.5
-    assert derived["zero_optimization"]["stage"] == 2
-    assert derived["optimizer"]["params"]["lr"] == 0.01
-    assert derived["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    assert derived["bf16"] == {"enabled": False, "immediate_grad_update": False}
-
-
 def test_a_store_of_another_target_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     """Hours of training on features of another fine-tune, of the same shape."""
     other = tmp_path / "other"
@@ -300,23 +285,3 @@ def test_bad_input_is_refused_before_anything_starts(settings: dict[str, Any], t
     (out / "run.json").write_text('{"drafter": "eagle", "config": {}}')
     with pytest.raises(ValueError, match=r"is not empty: pass --resume .* or another out="):
         tiny_run.train_here("eagle", settings)
-
-
-def test_an_error_is_one_line_on_the_command_line(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A traceback in the place of the message, or an exit status of 0."""
-    line = tiny_run.command("eagle", tmp_path, settings, "--local_rank=0", "features=nowhere", "steps=3")
-    done = tiny_run.run(line)
-    assert done.returncode == 1
-    assert "error: features: there is no folder nowhere; make it with python -m data_prep.features" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("name", ["stdlib", "stdlib-lora", "vicuna-7b"])
-def test_shipped_configs_are_valid(name: str) -> None:
-    """A shipped config that its own schema refuses; the paper's numbers changed by mistake."""
-    config = load_config(EagleConfig, CONFIGS / "eagle" / f"{name}.yaml")
-    assert config.betas == (0.9, 0.95)
-    assert config.gradient_clipping == 0.5
-    assert config.classification_weight == 0.1
-    if name == "vicuna-7b":
-        assert (config.learning_rate, config.warmup_steps, config.noise) == (3e-5, 2000, "paper")

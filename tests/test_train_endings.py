@@ -1,7 +1,6 @@
 """How training runs end: what they say, what they leave, and what --resume then does."""
 
 import json
-import re
 import shlex
 from collections import namedtuple
 from pathlib import Path
@@ -14,16 +13,10 @@ from test_features import write_config
 from data_prep.common import disk
 from data_prep.features import main as make_features
 from drafters import TargetModel
-from drafters.config import load_config, validate
-from drafters.model.ends import load_frozen_ends
-from eval.speed import SpeedConfig
+from drafters.config import load_config
+from eval.configs import SpeedConfig
 from eval.speed import check as check_speed
-from train.cli import main
 from train.core import engine
-from train.eagle import EagleConfig
-from train.kangaroo import KangarooConfig
-from train.run.endings import measure_command, what_is_kept
-from train.run.files import check_run_folder
 
 
 @pytest.fixture
@@ -34,7 +27,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path, monkeypatch: p
 
 def train(folder: Path, values: dict[str, Any], *arguments: str) -> int:
     """What ``python train/eagle.py`` does with the command line."""
-    return main("eagle", tiny_run.command("eagle", folder, values, *arguments)[2:])
+    return tiny_run.main("eagle", tiny_run.command("eagle", folder, values, *arguments)[2:])
 
 
 def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -72,31 +65,6 @@ def test_what_a_kill_at_the_end_left_undone_is_done(settings: dict[str, Any], tm
         assert (out / name).is_file(), name
 
 
-def test_resume_says_from_where(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a resumed run of which nobody can tell whether it goes on or began anew."""
-    train(tmp_path, {**settings, "steps": 2})
-    assert "going on" not in capsys.readouterr().out
-    assert train(tmp_path, {**settings, "steps": 5}, "--resume") == 0
-    assert f"{settings['out']}: going on after step 2 of 5" in capsys.readouterr().out
-
-
-def test_another_drafters_run_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches Kangaroo asked to go on in an EAGLE run's folder, which came out as a change of some config key."""
-    train(tmp_path, {**settings, "steps": 1})
-    out = Path(settings["out"])
-    kangaroo = validate(KangarooConfig, {**settings, "exit_layer": tiny_run.TAP}, source="test")
-    said = r"out: .*run holds a run of train/eagle\.py, and this is train/kangaroo\.py; continue that one with "
-    for resume in (True, False):
-        with pytest.raises(ValueError, match=said + r"train/eagle\.py --resume, or give another out="):
-            check_run_folder(kangaroo, resume)
-    check_run_folder(validate(EagleConfig, settings, source="test"), resume=True)
-    (out / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"run\.json is damaged"):
-        check_run_folder(kangaroo, resume=True)
-    with pytest.raises(ValueError, match="out: .*run.json is a file; give a folder"):
-        check_run_folder(kangaroo.model_copy(update={"out": out / "run.json"}), resume=False)
-
-
 def test_the_measuring_command_works(
     tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +75,7 @@ def test_the_measuring_command_works(
     make_features(["--config", str(write_config(folder, target_folder, exit_layers=[tiny_run.TAP]))])
     values = tiny_run.settings(str(target_folder), folder / "out", folder / "head", steps=1, batch_tokens=512)
     line = tiny_run.command("kangaroo", tmp_path, {**values, "exit_layer": tiny_run.TAP})
-    assert main("kangaroo", line[2:]) == 0
+    assert tiny_run.main("kangaroo", line[2:]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(printed)
     assert words[:4] == ["python", "-m", "eval.speed", "--config"]
@@ -117,31 +85,6 @@ def test_the_measuring_command_works(
     assert (config.target.path, config.target.dtype) == (str(target_folder), "auto")
     assert config.prompts.files == [folder / "heldout.jsonl"]
     assert config.out == folder / "head-speed"
-
-
-def test_without_a_file_of_prompts_the_command_asks_for_one(settings: dict[str, Any]) -> None:
-    """Catches a command that names a Hub dataset, or a file of another machine, as the prompts."""
-    config = validate(EagleConfig, settings, source="test")
-    ends = load_frozen_ends(config.target, dtype="float32")
-    line, here = measure_command(config, "owner/dataset", ends)
-    assert not here
-    assert "prompts.file=FILE" in shlex.split(line)
-
-
-def test_advice_after_a_kill_is_true(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches "--resume continues" said of a run that --resume then refuses."""
-    out = Path(settings["out"])
-    config = validate(EagleConfig, {**settings, "steps": 5}, source="test")
-    assert what_is_kept(out, "A", "R") == "no state was saved yet, so nothing is kept; to start again: A"
-    tiny_run.train_here("eagle", {**settings, "steps": 2})
-    said = what_is_kept(out, "A", "R")
-    assert said == f"the state after step 2 is kept in {out}; to go on from there: R"
-    check_run_folder(config, resume=True)
-    for path in (out / "state").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    said = what_is_kept(out, "A", "R")
-    assert re.fullmatch(rf"no state was saved yet, only the drafter as it was, in {out}; delete that and .*: A", said)
 
 
 def test_a_full_disk_is_refused_at_the_start(

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import tiny_run
-import torch
 
 from drafters import TargetModel
 from drafters.common import energy
-from train.core.runtime import ALONE
 from train.run.files import read_metrics
 from train.run.loop import TrainRun
 from train.run.state import PROGRESS, checksums
@@ -91,36 +89,3 @@ def test_a_state_of_before_energy_was_counted(
     summary = json.loads((run.config.out / "summary.json").read_text())
     assert run.progress.joules is None and summary["joules"] is None and summary["steps"] == 8
     assert summary["energy"] == {"available": False, "how": "not all of the run was counted"}
-
-
-def test_without_a_counter(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches 0 joules where nothing was measured."""
-    monkeypatch.setattr(watched, "EnergyMeter", functools.partial(energy.EnergyMeter, powercap=tmp_path))
-    run = tiny_run.train_here("eagle", settings)
-    summary = json.loads((run.config.out / "summary.json").read_text())
-    assert summary["joules"] is None and not summary["energy"]["available"]
-    assert "not exposed" in summary["energy"]["how"]
-    assert not any("joules" in row for row in read_metrics(run.config.out))
-
-
-def test_one_rank_counts_a_machines_packages(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches packages counted once by every rank, and a rank that need not count taken for one that cannot."""
-    found = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        powercap.write_text("0")
-        counted = watched.TrainingEnergy(torch.device("cpu"), ALONE, 1.0)
-        powercap.write_text(str(7 * 10**6))
-        found.append([counted.total(), counted.total()])
-        counted.close()
-    assert found == [[8.0, 8.0], [1.0, 1.0]]
-
-
-def test_a_counter_that_fails_on_the_way(powercap: Path) -> None:
-    """Catches the joules up to then taken for all of them."""
-    counted = watched.TrainingEnergy(torch.device("cpu"), ALONE, 0.0)
-    powercap.unlink()
-    counted.lap()
-    assert counted.total() is None and "failed" in counted.how["how"]
-    powercap.write_text("1")
-    assert counted.total() is None

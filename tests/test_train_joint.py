@@ -14,16 +14,15 @@ from transformers import AutoModelForCausalLM
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.common.machine import environment
-from drafters.config import load_config
 from drafters.hub.model_card import model_card
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
-from eval.report.page import target_line
+from eval.report.tables import target_line
+from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
-from train.medusa import JointTask, MedusaConfig
-from train.preflight.dry_run import dry_run
+from train.medusa import JointTask
 from train.run.endings import farewell, finished_at
 from train.run.files import TIMED, read_metrics
 
@@ -54,7 +53,7 @@ def test_the_loss_is_the_papers(settings: dict[str, Any], store: FeatureStore, e
         weights.data += 0.1 * noise * weights.requires_grad
     ours = TargetModel(copy.deepcopy(task.module.target.base), name="tuned")
     batch = collate(store, [3, 0, 1], ())
-    found = task.loss_sums(task.module, batch, task.rows(batch))
+    found = tiny_run.losses_of(task, batch, 1)
     own, each, count = 0.0, [0.0] * HEADS, 0
     for index in (3, 0, 1):
         item = store[index]
@@ -84,11 +83,11 @@ def test_acceptance_is_by_the_target_as_it_is_now(
     task = make_task(tiny_run.read("medusa", settings), ends)
     batch = collate(store, [3], ())
     target = torch.randn(6, ends.lm_head.in_features, generator=torch.Generator().manual_seed(0))
-    predicted = torch.stack([-target, -target, target, -target], dim=1)  # the target now, and three heads
-    figures = task.heldout(task.module, batch, predicted, target)
+    pairs = Pairs(torch.stack([-target, -target, target, -target]), target)  # the target now, and three heads
+    figures = task.heldout(task.module, batch, pairs)
     shares = {name: float(ratio.total / ratio.count) for name, ratio in figures.items() if name.endswith("top1")}
     assert shares == {"head_1_top1": 1, "head_2_top1": 0, "head_3_top1": 1, "target_top1": 0}
-    assert task.same_first(predicted, target).all()
+    assert task.heads.agreement(task.judged(pairs))[0].all()
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +185,6 @@ def test_whole_targets_are_tuned_too(settings: dict[str, Any], target: TargetMod
     assert not (run.config.out / "adapter").exists()
 
 
-def test_dry_run_counts_both(settings: dict[str, Any]) -> None:
-    """A dry run that fails, or that knows of no target among what is trained and saved."""
-    report = dry_run(tiny_run.read("medusa", fields(settings, lora=None)), tiny_run.arguments())
-    assert not report.problems, report.text()
-    assert any(line.startswith("drafter ") and "JointModule" in line and "trained" in line for line in report.lines)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -212,7 +204,7 @@ def test_what_does_not_go_with_it(settings: dict[str, Any], changes: dict[str, A
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["q_proj", "v_proj"], "leaves o_proj out, by which"),
+        (["q_proj", "v_proj"], "leaves o_proj out, which the fingerprint"),
         (["o_proj", "lm_head"], "LM head stay"),
     ],
 )
@@ -221,10 +213,3 @@ def test_lora_where_it_may_not_be(settings: dict[str, Any], ends: FrozenEnds, ta
     config = tiny_run.read("medusa", fields(settings, lora=LORA | {"targets": targets}))
     with pytest.raises(ValueError, match=message):
         make_task(config, ends)
-
-
-def test_the_shipped_config_is_valid() -> None:
-    """A shipped config that its own schema refuses, and the paper's numbers changed by mistake."""
-    joint = load_config(MedusaConfig, tiny_run.ROOT / "configs" / "medusa" / "stdlib-joint.yaml").joint
-    assert joint is not None and joint.lora is not None
-    assert (joint.lora.r, joint.lora.alpha, joint.lora.dropout, joint.lambda_0, joint.rate) == (32, 16, 0.05, 0.2, 0.25)

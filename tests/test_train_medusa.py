@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
-from safetensors.torch import load_file
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
-from drafters.config import load_config
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
+from train.configs import MedusaConfig
 from train.core.task import make_task
 from train.data.packing import collate
-from train.medusa import MedusaConfig, MedusaTask
-from train.run.files import TIMED, read_metrics
+from train.medusa import MedusaTask
+from train.run.files import read_metrics
 
 DIALOGUES = [3, 0, 1, 2, 6]
 HEADS = 3
@@ -47,9 +46,9 @@ def test_the_loss_is_the_papers(
     tokens, a gradient to the wrong LM head, and rows across the border of two dialogues."""
     task = task_of(folder, ends, labels=labels, own_lm_heads=own, loss_vocab=kept)
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:kept] if kept else torch.arange(97)
-    task.loss_ids = ids.int() if kept else None
+    task.heads.ids = ids.int() if kept else None
     batch = collate(store, DIALOGUES, ())
-    sums = task.loss_sums(task.module, batch, task.rows(batch))
+    sums = tiny_run.losses_of(task, batch, 1)
     given = list(task.module.parameters())
     found = torch.autograd.grad(sums["loss"], given)
     expected, each, count = torch.zeros(()), [0.0] * HEADS, 0
@@ -63,7 +62,7 @@ def test_the_loss_is_the_papers(
             if labels == "tokens":
                 p = (ids == item.input_ids[t]).float()
             for k in range(1, HEADS + 1):
-                lm_head = task.own[k - 1] if own else ends.lm_head
+                lm_head = task.heads.own[k - 1] if own else ends.lm_head
                 loss = -(p * lm_head(states[t - k - 1, k - 1])[ids].log_softmax(-1)).sum()  # token i + k + 1, i = t-k-1
                 expected, each[k - 1] = expected + 0.8**k * loss, each[k - 1] + loss.item()
     assert count == len(task.rows(batch)) > 20
@@ -77,18 +76,16 @@ def test_held_out_figures_by_head(folder: Path, store: FeatureStore, ends: Froze
     """Catches the figures of one head under another's name, and a floor that no drafter can reach or get below."""
     task = task_of(folder, ends)
     batch = collate(store, DIALOGUES, ())
-    rows = task.rows(batch)
-    predicted, target = task.pairs(task.module, batch, rows)
-    figures = task.heldout(task.module, batch, predicted, target)
-    p = ends.lm_head(target).softmax(-1)
+    pairs = task.pairs(task.module, tiny_run.with_rows(task, batch))
+    figures = task.heldout(task.module, batch, pairs)
+    p = ends.lm_head(pairs.targets).softmax(-1)
     for k in range(HEADS):
-        q = ends.lm_head(predicted[:, k]).softmax(-1)
+        q = ends.lm_head(pairs.predictions[k]).softmax(-1)
         overlap, agree = figures[f"head_{k + 1}_expected_acceptance"], figures[f"head_{k + 1}_top1"]
         assert float(overlap.total) == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-5)
-        assert int(agree.total) == int((p.argmax(-1) == q.argmax(-1)).sum()) and int(agree.count) == len(rows)
+        assert int(agree.total) == int((p.argmax(-1) == q.argmax(-1)).sum()) and int(agree.count) == len(pairs.targets)
     entropy = float(-(p * p.log()).sum())
-    assert float(task.floor(target)) == pytest.approx((0.8 + 0.64 + 0.512) * entropy, rel=1e-5)
-    assert float(task.losses(task.ideal(target), target)["loss"]) == pytest.approx(float(task.floor(target)), rel=1e-5)
+    assert float(task.losses(pairs.perfect())["loss"]) == pytest.approx((0.8 + 0.64 + 0.512) * entropy, rel=1e-5)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -115,24 +112,9 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert isinstance(drafter, MedusaDrafter) and len(drafter.lm_heads) == (HEADS if own else 1)
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
     if own:
-        began, given = make_task(run.config, run.task.ends).own, run.task.ends.lm_head.weight
+        began, given = make_task(run.config, run.task.ends).heads.own, run.task.ends.lm_head.weight
         assert all(torch.equal(head.weight, given) for head in began)
-        assert not any(torch.equal(head.weight, given) for head in run.task.own)
-
-
-def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches heads, moments or a place in the data that a kill loses."""
-    values = {**settings, "steps": 8, "save_every": 2, "eval_every": 4, "export_every": 4, "own_lm_heads": True}
-    tiny_run.train_here("medusa", values)
-    killed = {**values, "out": str(tmp_path / "killed")}
-    tiny_run.killed_and_resumed([{"kind": "medusa", "values": killed, "point": "named:2"}], tmp_path)
-    whole, again = (
-        [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(Path(each["out"]))]
-        for each in (values, killed)
-    )
-    assert whole == again
-    ours, theirs = (load_file(Path(each["out"]) / "model.safetensors") for each in (values, killed))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert not any(torch.equal(head.weight, given) for head in run.task.heads.own)
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"zero_stage": 1}])
@@ -145,10 +127,3 @@ def test_own_lm_heads_are_refused_where_they_would_stay_as_they_are(
     tiny_run.read("medusa", {**settings, "own_lm_heads": True})
     with pytest.raises(ValueError, match="labels: tokens has none; set labels=target"):
         tiny_run.read("medusa", {**settings, "labels": "tokens", "classification_loss": "lk_alpha"})
-
-
-@pytest.mark.parametrize("file", ["medusa/stdlib", "real/medusa"])
-def test_shipped_configs_are_valid(file: str) -> None:
-    """Catches a shipped config that its own schema refuses, and the paper's weights changed by mistake."""
-    config = load_config(MedusaConfig, tiny_run.ROOT / "configs" / f"{file}.yaml")
-    assert (config.heads, config.head_decay, config.labels, config.own_lm_heads) == (4, 0.8, "target", False)

@@ -1,23 +1,10 @@
 """Muon's update against its definition by singular values, and whom it leaves to AdamW."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from drafters.config import validate
 from train.core.muon import ADAM_SIZE, MOMENTUM, SHAPE, Muon, matrix_groups, orthogonal
-from train.eagle import EagleConfig
-
-BASE: dict[str, Any] = {
-    "target": "t",
-    "features": "f",
-    "out": "o",
-    "steps": 1,
-    "batch_tokens": 8,
-    "learning_rate": 1e-3,
-}
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16), (1, 8)])
@@ -64,18 +51,3 @@ def test_an_update() -> None:
     for one, other in zip((norm, head), others, strict=True):
         assert torch.equal(one, other)
     assert muon.state[matrix].keys() == {"step", "exp_avg"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"zero_stage": 3}, r"muon needs zero_stage: 0, 1 or 2 and offload: none \(they are 3 and none\)"),
-        ({"zero_stage": 2, "offload": "optimizer"}, r"\(they are 2 and optimizer\)"),
-        ({"lora": {}, "init_from": "x"}, "muon is for whole matrices"),
-        ({"optimizer": "sgd"}, "adamw"),
-    ],
-)
-def test_what_it_is_not_for(changes: dict[str, Any], message: str) -> None:
-    """Catches hours of training that could not be saved, or another optimizer than was asked for."""
-    with pytest.raises(ValueError, match=message):
-        validate(EagleConfig, {**BASE, "optimizer": "muon", **changes}, source="test")

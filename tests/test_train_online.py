@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +20,12 @@ from data_prep.dialogues.encoding import EncodedSplit
 from data_prep.dialogues.loss_mask import MaskedTokens
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter
-from drafters.config import load_config, validate
+from drafters.config import validate
 from train import cli
+from train.configs import EagleConfig, KangarooConfig
 from train.core import engine
-from train.data import online
 from train.data.online import OnlineFeatures
-from train.data.packing import collate, collate_or_stand_in
-from train.eagle import EagleConfig
-from train.kangaroo import KangarooConfig
+from train.data.packing import collate
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
@@ -117,21 +114,6 @@ def test_losses_are_those_of_a_store(
     load_drafter(str(tmp_path / "online"), TargetModel.from_pretrained(str(target), "float32"))
 
 
-def test_bf16_within_rounding(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
-    """bf16 features of another layout than the step's; a target that is not run in the dtype of the config."""
-    values = settings(target, tmp_path / "store", precision="bf16")
-    tiny_run.train_here("eagle", {**values, "features": str(store)})
-    run = tiny_run.train_here(
-        "eagle", {**values, "out": str(tmp_path / "online"), "data": {**data, "target_dtype": "bfloat16"}}
-    )
-    assert figures(tmp_path / "online", "loss")["loss"] == pytest.approx(
-        figures(tmp_path / "store", "loss")["loss"], rel=0.03
-    )
-    loaded = run.inputs.train.target
-    assert loaded is not None and loaded.dtype == torch.bfloat16 and loaded.engine == "eager"
-    assert run.task.ends.lm_head.weight is loaded.model.get_output_embeddings().weight  # one copy in memory
-
-
 def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], store: Path) -> None:
     """Rows written to the wrong place, positions that run on, padding that is not zero, a chunk of rows forgotten."""
     values = settings(target, Path("unused"), exit_layer=tiny_run.TAP)
@@ -175,16 +157,6 @@ def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedM
             torch.testing.assert_close(batch.features[span.row, cut], alone.features[0], rtol=1e-4, atol=1e-4)
             tap = batch.taps[tiny_run.TAP][span.row, cut]
             torch.testing.assert_close(tap, alone.taps[tiny_run.TAP][0], rtol=1e-4, atol=1e-4)
-
-
-def test_a_rank_without_work_gets_features(target: Path, data: dict[str, Any]) -> None:
-    """A stand-in without features, on which the rank that has no dialogue fails while the others wait for it."""
-    config = validate(EagleConfig, {**settings(target, Path("unused")), "data": data}, source="test")
-    inputs = open_inputs(config)
-    inputs.load_target(config, torch.device("cpu"))
-    batch = inputs.train.complete(collate_or_stand_in(inputs.train, [], [3, 2, 0], one_row=True), ())
-    assert batch.features.shape == (*batch.input_ids.shape, 48) and batch.features.all()
-    assert not batch.loss_mask.any() and batch.tokens == 0
 
 
 def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
@@ -233,13 +205,6 @@ def test_a_resumed_run_keeps_its_templates_date(
     tiny_run.train_here("eagle", {**values, "steps": 4}, resume=True)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["resumed_at_step"] == 2 and info["data"]["train"]["template_date"] == "2024-02-09"
-
-
-def test_one_dialogue_is_enough(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
-    """A crash, or no step at all, with a corpus of one dialogue."""
-    tiny_run.train_here("eagle", {**settings(target, tmp_path / "run", steps=3), "data": {**data, "limit": 1}})
-    values = figures(tmp_path / "run", "loss")["loss"]
-    assert len(values) == 3 and values[-1] < values[0]
 
 
 def test_features_that_are_not_finite_are_left_out(
@@ -306,50 +271,6 @@ def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path:
     assert not Path(values["out"]).exists()
 
 
-def test_a_device_map_is_for_one_process(
-    target: Path,
-    data: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on; every task
-    of a Slurm step printing the same."""
-    values = {**settings(target, tmp_path / "run"), "data": {**data, "target_device_map": "auto"}}
-    config = validate(EagleConfig, values, source="test")
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(online.TargetModel, "from_pretrained", lambda *names, **options: asked.update(options))
-    online.load_target(config, torch.device("cpu"))
-    assert asked == {"revision": None, "engine": "eager", "device_map": "auto"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # under srun nothing has set them yet
-        monkeypatch.delenv(name, raising=False)
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    for name, value in step.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"data.target_device_map 'auto' lays one target over all GPUs of a machine"):
-        open_inputs(config)
-    config = validate(EagleConfig, {**values, "data": data}, source="test")
-    open_inputs(config)
-    assert not capsys.readouterr().out  # rank 0 has printed it
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    open_inputs(config)
-    assert f"train: {data['train']}: " in capsys.readouterr().out
-
-
-def test_the_shipped_config_is_that_of_the_store() -> None:
-    """The online recipe training something else than the one from a store: other numbers, other dialogues."""
-    folder = tiny_run.ROOT / "configs"
-    online_run = load_config(EagleConfig, folder / "eagle" / "stdlib-online.yaml")
-    stored = load_config(EagleConfig, folder / "eagle" / "stdlib.yaml")
-    made = load_config(features.FeaturesConfig, folder / "features" / "stdlib.yaml")
-    differing = {"features", "data", "out", "minutes"}
-    ours, theirs = (config.model_dump(exclude=differing) for config in (online_run, stored))
-    assert ours == theirs
-    assert online_run.data is not None
-    assert {"train": online_run.data.train, "heldout": online_run.data.heldout} == made.splits
-    assert (online_run.data.max_length, online_run.data.target_dtype) == (made.max_length, made.dtype)
-
-
 def test_overfit_and_dry_run(
     target: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,51 +289,6 @@ def test_overfit_and_dry_run(
     assert [finding["sound"] for finding in found] == [True, True]
     missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")
     assert any("no.jsonl" in problem for problem in dry_run(missing, tiny_run.arguments()).problems)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "problem"),
-    [
-        ("eagle", {"data": {"heldout": None}}, r"splits 'train' and 'heldout' are the same data"),
-        ("eagle", {"data": {"max_length": 300}}, r"max_length is 300, but .* was made for 256 tokens"),
-        ("eagle", {"data": {"chat_template": "/nope"}}, r"chat_template /nope is no readable text file"),
-        ("eagle", {"tau_every": 5, "tau_new_tokens": 250}, r"none of the 4 held-out dialogues has a prompt"),
-        ("kangaroo", {"exit_layer": 4}, r"exit_layers \[4\]: .* choose from 1 to 3"),
-    ],
-)
-def test_dry_run_finds_what_the_run_would(
-    kind: str, changes: dict[str, Any], problem: str, target: Path, data: dict[str, Any], tmp_path: Path
-) -> None:
-    """A dry run that says "can start" for a run that ends before its first step."""
-    changed = {**data, **changes.get("data", {})}
-    changed["heldout"] = changed["heldout"] or data["train"]
-    values = settings(target, tmp_path / "run", **{**changes, "data": changed})
-    report = dry_run(tiny_run.read(kind, values), tiny_run.arguments())
-    assert any(re.search(problem, found) for found in report.problems), report.text()
-
-
-def test_dry_run_knows_the_datas_template_limit_and_epochs(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
-    """A problem with a template that the config replaces; all dialogues counted in place of the first; features of one
-    epoch in place of all."""
-    bare = tmp_path / "bare"
-    shutil.copytree(target, bare)
-    template = tmp_path / "template.jinja"
-    shutil.move(bare / "chat_template.jinja", template)
-    limited = {**data, "chat_template": str(template), "limit": 5}
-    values = settings(bare, tmp_path / "run", data=limited, steps=None, tau_every=2)
-
-    def text(epochs: int) -> str:
-        config = validate(EagleConfig, {**values, "epochs": epochs}, source="test")
-        report = dry_run(config, tiny_run.arguments(device="H200"))
-        assert not report.problems
-        return report.text()
-
-    once, often = text(1), text(4)
-    assert "5 dialogues of" in once
-    counts = [re.search(r"pass over each of ([\d,]+) tokens", each) for each in (once, often)]
-    tokens = [int(count[1].replace(",", "")) for count in counts if count]
-    assert tokens[1] == 4 * tokens[0]
-    assert f"{tokens[0]:,} tokens an epoch" in once
 
 
 def test_tau_is_the_online_targets(target: Path, data: dict[str, Any], tmp_path: Path) -> None:

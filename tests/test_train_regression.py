@@ -10,12 +10,13 @@ from test_families import HEADS, build
 from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
-from drafters.config import SHIFTED, UNSHIFTED, HeadInputs, validate
+from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
-from train import regression
-from train.eagle import EagleConfig, EagleTask
-from train.regression import RIDGE, add_nothing, fit_fc, least_squares
+from train.configs import EagleConfig
+from train.data import regression
+from train.data.regression import RIDGE, add_nothing, fit_fc, least_squares
+from train.eagle import EagleTask
 from train.run.files import read_metrics
 
 
@@ -55,7 +56,7 @@ def test_a_head_begins_with_it(
     monkeypatch.setattr(regression, "PART_TOKENS", 40)  # so that there are several parts
     values = tiny_run.settings(str(folder / "target"), folder / "features", folder / "out", inputs=inputs)
     task = EagleTask(EagleConfig(**values, start="regression", noise="none"), ends)
-    fit_fc(task, store)
+    fit_fc(task, store, 0.0)
     x, y = by_hand(store, ends, shift)
     ridge = (RIDGE * x.pow(2).sum(0)).sqrt().diag()
     target = torch.cat([y, torch.zeros(len(ridge), y.shape[1])]).double()
@@ -94,14 +95,3 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     )
     assert whole[0] < 0.8 * drawn[0] and whole[-1] < whole[0]
     assert parts == whole
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"inputs": "feature"}, "has none; set"), ({"init_from": "x"}, "gives trained ones; set start=random")],
-)
-def test_what_it_is_not_for(changes: dict[str, Any], message: str) -> None:
-    """Catches a fit that is thrown away, or of weights that there are not."""
-    base = {"target": "t", "features": "f", "out": "o", "steps": 1, "batch_tokens": 8, "learning_rate": 1e-3}
-    with pytest.raises(ValueError, match=message):
-        validate(EagleConfig, {**base, "start": "regression", **changes}, source="test")

@@ -1,9 +1,7 @@
 """How a process finds its rank: launcher, Slurm, or alone."""
 
 import json
-import math
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,7 @@ import pytest
 import tiny_run
 import torch
 
-from drafters.config import validate
-from train.cli import main
-from train.core import engine, runtime
-from train.eagle import EagleConfig
+from train.core import runtime
 from train.run.files import read_metrics
 
 TASK = {
@@ -47,54 +42,6 @@ def test_a_slurm_task_is_a_rank() -> None:
         described(**{key: value for key, value in TASK.items() if key != "SLURM_STEP_NODELIST"})
 
 
-def test_what_is_no_slurm_task_stays_alone() -> None:
-    """A batch script's own process that waits for ever for the tasks that it has not started; a launcher overruled."""
-    shell = described(**{**TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)})  # data_prep takes it for no task, either
-    assert (shell["RANK"], shell["WORLD_SIZE"]) == ("0", "1")
-    batch = described(SLURM_JOB_ID="1", SLURM_NTASKS="8", SLURM_PROCID="0", SLURM_LOCALID="0")
-    assert (batch["RANK"], batch["WORLD_SIZE"]) == ("0", "1")
-    shell = described(**{**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-    assert (shell["RANK"], shell["WORLD_SIZE"]) == ("0", "1")
-    launched = described(**TASK, RANK="3", WORLD_SIZE="4", LOCAL_RANK="3", MASTER_ADDR="a", MASTER_PORT="1")
-    assert (launched["RANK"], launched["WORLD_SIZE"], launched["MASTER_ADDR"]) == ("3", "4", "a")
-
-
-def test_trainings_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches two trainings of one rank each that cannot run on one machine, since the launcher gives both the same
-    port; a port changed where others look for it; and a trace in the place of what to type."""
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert described(**launched)["MASTER_PORT"] != "29500"
-    assert described(**launched, TORCHELASTIC_USE_AGENT_STORE="True")["MASTER_PORT"] == "29500"
-    several = described(**{**launched, "WORLD_SIZE": "2"})
-    assert several["MASTER_PORT"] == "29500"
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-
-        def meet(verbose: bool, timeout: Any) -> None:
-            torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
-
-        monkeypatch.setattr("deepspeed.init_distributed", meet)
-        with pytest.raises(ValueError, match=rf"port {port} is taken.*deepspeed --master_port"):
-            engine.join_ranks({"MASTER_PORT": str(port)})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("gpu[07-09,12],login1", "gpu07"),
-        ("a-b[3]-ib,c", "a-b3-ib"),
-        ("r[1-2]n[05-8]", "r1n05"),
-    ],
-)
-def test_first_host(nodes: str, first: str) -> None:
-    """A host list taken for a host's name."""
-    assert runtime.first_host(nodes) == first
-
-
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on one GPU, which NCCL reports in a language of its own; a task that sees one GPU and asks for more."""
     taken: list[int] = []
@@ -108,43 +55,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert taken == [3, 0]
 
 
-def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack trace, or a run folder that is taken before the run finds that it cannot start."""
-    values = tiny_run.settings("t", tmp_path, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"tau_device: .*this is no device; give cpu, cuda .*found 'quatsch'"):
-        validate(EagleConfig, {**values, "tau_device": "quatsch"}, source="test")
-    for device in (None, "cpu"):
-        runtime.check_devices(validate(EagleConfig, {**values, "tau_device": device}, source="test"))
-    config = validate(EagleConfig, {**values, "tau_device": "cuda:7"}, source="test")
-    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"this machine has no cuda:7, only cpu; set tau_device"):
-        runtime.check_devices(config)
-    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(runtime.torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 7)
-    with pytest.raises(ValueError, match=r"only cpu, cuda:0, .*, cuda:6"):
-        runtime.check_devices(config)
-    monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 8)
-    runtime.check_devices(config)
-    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
-    line = tiny_run.command("eagle", tmp_path, {**values, "tau_device": "cuda:7"})
-    with pytest.raises(ValueError, match="no cuda:7"):
-        main("eagle", line[2:])
-    assert not (tmp_path / "run").exists()
-
-
-def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's OMP_NUM_THREADS overruled; torchrun's own 1 taken for a wish, which leaves cores idle."""
-    monkeypatch.setattr(runtime, "cpu_cores", lambda: 16)
-    config = validate(EagleConfig, tiny_run.settings("t", Path("f"), Path("o"), threads=None), source="test")
-    assert runtime.threads_of_rank(config, {}, 4) == 4
-    assert runtime.threads_of_rank(config, {}, 32) == 1
-    assert runtime.threads_of_rank(config, {"OMP_NUM_THREADS": "1"}, 4) is None
-    assert runtime.threads_of_rank(config, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4) == 4
-    assert runtime.threads_of_rank(config, {"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, 4) is None
-    assert runtime.threads_of_rank(config.model_copy(update={"threads": 2}), {"OMP_NUM_THREADS": "3"}, 4) == 2
-
-
 def test_ranks_go_on_from_one_step() -> None:
     """Catches ranks whose network drives showed them different states: each would train a part of another's weights."""
 
@@ -155,26 +65,6 @@ def test_ranks_go_on_from_one_step() -> None:
     runtime.check_same_step(Others(0, 2), 40, torch.device("cpu"))
     with pytest.raises(ValueError, match="saved states of different steps \\(20, 40\\): the run folder must lie where"):
         runtime.check_same_step(Others(0, 2), 20, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("given", [{}, {"DEEPSPEED_TIMEOUT": "5"}])
-def test_ranks_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
-    """Catches ranks that NCCL aborts after ten minutes, while the first one measures tau on the CPU or writes a large
-    export, and a user's own limit overruled."""
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("deepspeed.init_distributed", lambda **options: asked.append(options))
-    engine.join_ranks(given)
-    assert [options.get("timeout") for options in asked] == [None if given else engine.PATIENCE]
-    assert engine.PATIENCE.total_seconds() > 3600
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"betas": [1.5, 0.9]}, {"betas": [0.9, 1.0]}, {"learning_rate": math.inf}, {"weight_decay": math.nan}]
-)
-def test_rates_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
-    """Hours of data preparation, and then a loss that is NaN at the second step."""
-    with pytest.raises(ValueError, match=f"test: {next(iter(wrong))}"):
-        validate(EagleConfig, tiny_run.settings("t", Path("f"), Path("o"), **wrong), source="test")
 
 
 def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:

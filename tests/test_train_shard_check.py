@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import tiny_run
 import torch
 
-from data_prep.store import reader as store_module
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
-from train.core.runtime import Ranks
 from train.data import shard_check
-from train.data.shard_check import ShardCheck
 from train.run.loop import TrainRun
 
 EACH = 5  # dialogues of a shard
@@ -77,14 +73,6 @@ def test_a_flipped_bit_stops_the_run(settings: dict[str, Any], tmp_path: Path, s
     assert not list((tmp_path / "run").glob("state/step-*"))
 
 
-def test_verify_false_trains_on_it(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a switch that does not switch, and hashes computed for nothing."""
-    flip_a_bit(tmp_path / "features" / "train" / "shard-00001.safetensors")
-    monkeypatch.setattr(shard_check, "is_whole", lambda *_: pytest.fail("a shard was hashed"))
-    tiny_run.train_here("eagle", {**settings, "verify": False})
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-
-
 def test_a_run_goes_on_when_the_shard_is_mended(settings: dict[str, Any], tmp_path: Path) -> None:
     """Catches a state made from a broken shard that a resumed run starts from, and a check that resuming skips."""
     tiny_run.train_here("eagle", {**settings, "steps": 3, "schedule": "constant"})
@@ -98,31 +86,6 @@ def test_a_run_goes_on_when_the_shard_is_mended(settings: dict[str, Any], tmp_pa
     shard.write_bytes(good)
     tiny_run.train_here("eagle", longer, resume=True)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["steps"] == 8
-
-
-def test_steps_do_not_wait_for_checksums(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a first step that waits until gigabytes are hashed, and a checkpoint that does not."""
-    hashed, saved = threading.Event(), []
-    whole, save = shard_check.is_whole, TrainRun._save
-
-    def slow(*arguments: Any) -> bool:
-        assert hashed.wait(60), "no step was done meanwhile"
-        return whole(*arguments)
-
-    def step_done(self: TrainRun, *arguments: Any) -> None:
-        assert not saved
-        if self.progress.step == 4:
-            hashed.set()
-
-    def noted(self: TrainRun) -> None:
-        saved.append(hashed.is_set() and not self.check._running)
-        save(self)
-
-    monkeypatch.setattr(shard_check, "is_whole", slow)
-    monkeypatch.setattr(TrainRun, "_report", step_done)
-    monkeypatch.setattr(TrainRun, "_save", noted)
-    tiny_run.train_here("eagle", settings)
-    assert saved == [True]
 
 
 def test_a_short_run_ends_with_the_verdict(
@@ -145,53 +108,6 @@ def test_a_short_run_ends_with_the_verdict(
         tiny_run.train_here("eagle", {**settings, "steps": 2})
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert not list((tmp_path / "run").glob("state/step-*"))
-
-
-def test_what_is_read_during_a_wait_is_waited_for_next(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a shard that a reader, which is ahead, asks for while a checkpoint waits, and that none waits for."""
-    train, waiting, exact = FeatureStore.open(sharded / "train"), threading.Event(), shard_check.wait
-    check = ShardCheck([train], Ranks(0, 1), torch.device("cpu"))
-
-    def begun(futures: Any, **options: Any) -> Any:
-        known = list(futures)
-        waiting.set()
-        return exact(known, **options)
-
-    def found(_: Path, entry: Any) -> bool:
-        if entry.file == "shard-00000.safetensors":
-            assert waiting.wait(60)
-            check.first_read(train, [EACH])  # of the next shard
-            return True
-        time.sleep(0.5)
-        return False
-
-    monkeypatch.setattr(shard_check, "wait", begun)
-    monkeypatch.setattr(shard_check, "is_whole", found)
-    check.first_read(train, [0])
-    check.wait(print)
-    check.wait(print)
-    assert "shard-00001.safetensors" in check.problems()
-    check.close()
-
-
-def test_each_shard_is_read_once(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a shard hashed in every epoch, or by every rank of a machine; one that no rank hashes; those not read."""
-    hashed: list[tuple[str, str]] = []
-    exact = store_module.file_sha256
-    monkeypatch.setattr(
-        store_module, "file_sha256", lambda path: (hashed.append((path.parent.name, path.name)), exact(path))[1]
-    )
-    train, heldout = FeatureStore.open(sharded / "train"), FeatureStore.open(sharded / "heldout")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # of both, as with Slurm's --gpus-per-task=1
-    checks = [ShardCheck([train, heldout], Ranks(rank, 1), torch.device("cpu")) for rank in range(2)]
-    for check in checks:
-        for dialogues in ([0, 12], [1, 12], [0]):
-            check.first_read(train, dialogues)
-        check.wait(print)
-        assert check.problems() == ""
-        check.close()
-    assert sorted(hashed) == [("train", "shard-00000.safetensors"), ("train", "shard-00002.safetensors")]
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import yaml
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from train import throughput
-from train.bench import sides as formulations
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
 from train.core import engine
 from train.core.optimizer import MasterAdamW
@@ -42,20 +41,21 @@ def test_plain_formulation_has_our_loss_and_gradients(
     task = task_of(kind, folder, ends, **({"mask_alignment": alignment} if alignment else {}))
     packed = collate(store, DIALOGUES, task.config.taps)
     rows = task.rows(packed)
-    ours = task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"]
+    ours = tiny_run.losses_of(task, packed)["loss"]
     expected = torch.autograd.grad(ours, list(task.module.parameters()))
     write_samples(store, DIALOGUES, tmp_path / "samples")
     files = SampleFiles(tmp_path / "samples")
     batch = pad([files[index] for index in DIALOGUES])
     assert batch.input_ids.shape == (5, 23) and batch.tokens == packed.tokens
-    theirs = plain_loss_sum(task, task.module, batch, task.rows(batch))
+    batch = tiny_run.with_rows(task, batch)
+    theirs = plain_loss_sum(task, task.module, batch)
     assert len(rows) == len(task.rows(batch)) > 20
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(theirs, list(task.module.parameters()))
     for one, other in zip(found, expected, strict=True):
         assert other.abs().max() > 1e-3
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
-    with_noise = plain_loss_sum(task, task.module, batch, task.rows(batch), noise_seed=1)
+    with_noise = plain_loss_sum(task, task.module, batch, seed=1)
     assert torch.equal(with_noise, theirs) == (kind != "eagle")
 
 
@@ -78,9 +78,8 @@ def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
     before = [weights.detach().clone() for weights in other.module.parameters()]
     for step in range(6):
         batch = collate(store, [step, step + 1, step + 2]).to(torch.device("cpu"), dtype)
-        rows = task.rows(batch)
         for made, update in ((task, deepspeeds), (other, ours)):
-            loss = made.loss_sums(update, batch, rows, noise_seed=1)["loss"] / len(rows)
+            loss = tiny_run.losses_of(made, batch, 1, update)["loss"] / len(task.rows(batch))
             update.backward(loss)
             update.step()
         if step % 2 == 0:
@@ -131,7 +130,7 @@ def test_a_shape_needs_neither_files_nor_deepspeed(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
-    for name in ("deepspeed", "datasets", "tensorboard", "train.run.inputs"):
+    for name in ("deepspeed", "datasets", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
     lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]
@@ -141,26 +140,6 @@ def test_a_shape_needs_neither_files_nor_deepspeed(
     assert 5 < result["mean_length"] < 30
     assert result["ours"]["tokens_per_second"] > 0 and result["plain"]["tokens_per_second"] > 0
     assert result["ours"]["mfu"] is None  # a CPU's peak is not known
-
-
-def test_realistic_lengths() -> None:
-    """A distribution whose mean is not the stated one, or that is drawn anew each time."""
-    lengths = formulations.draw_lengths("realistic", seed=0)
-    assert lengths == formulations.draw_lengths("realistic", seed=0) != formulations.draw_lengths("realistic", seed=1)
-    assert 1250 < sum(lengths) / len(lengths) < 1350
-    assert min(lengths) >= 16 and max(lengths) == 2048
-
-
-def test_out_of_memory_on_one_side_is_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Our figures lost because the plain formulation does not fit."""
-
-    def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30 GiB\nmore lines")
-
-    monkeypatch.setattr(formulations, "plain_loss_sum", lambda *arguments, **keywords: full())
-    throughput.main(["--shape", SMALL, "--rounds", "1", "--steps", "1", "--tokens", "100", "precision=float32"])
-    printed = capsys.readouterr().out
-    assert "plain  CUDA out of memory. Tried to allocate 30 GiB\n" in printed and "tokens/s" in printed
 
 
 def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:

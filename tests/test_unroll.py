@@ -15,10 +15,11 @@ from drafters import TargetModel
 from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.methods.eagle import EagleDrafter
 from drafters.model.ends import FrozenEnds
+from train.configs import EagleConfig
 from train.core.engine import checkpoint_activations
 from train.core.unroll import unrolled
 from train.data.packing import Batch, collate
-from train.eagle import EagleConfig, EagleTask
+from train.eagle import EagleTask
 from train.preflight import estimate
 from train.run.files import read_metrics
 from train.watch.flops import training_cost
@@ -96,13 +97,12 @@ def test_losses_equal_those_by_hand(folder: Path, store: FeatureStore, ends: Fro
     in the place of the earlier ones' when the forward pass is done again."""
     task = task_of(folder, ends, unroll=STEPS, unroll_weight=0.5)
     batch = collate(store, DIALOGUES, one_row=True)
-    rows = task.rows(batch)
     expected = [sum(parts) for parts in zip(*(by_hand(task, store, index) for index in DIALOGUES), strict=True)]
     reference = sum(0.5**step * value for step, value in enumerate(expected))
     (gradient,) = torch.autograd.grad(reference, [task.module.layers[0].self_attn.k_proj.weight])
     if checkpointing:
         checkpoint_activations(task.module)
-    sums = task.loss_sums(task.module, batch, rows, noise_seed=1)
+    sums = tiny_run.losses_of(task, batch, 1)
     sums["loss"].backward()
     torch.testing.assert_close(sums["loss"], reference, rtol=1e-5, atol=1e-5)
     for step, value in enumerate(expected):
@@ -118,7 +118,8 @@ def test_the_first_step_is_the_training_without_any(folder: Path, store: Feature
     plain, task = task_of(folder, ends), task_of(folder, ends, unroll=2)
     task.module.load_state_dict(plain.module.state_dict())
     rows = task.rows(batch)
-    sums, alone = task.loss_sums(task.module, batch, rows), plain.loss_sums(plain.module, batch, rows)
+    sums = tiny_run.losses_of(task, batch, 1)
+    alone = plain.losses(plain.pairs(plain.module, tiny_run.with_rows(task, batch), 1))
     assert float(sums["regression_loss"]) == pytest.approx(float(alone["regression_loss"]), rel=1e-6)
     assert set(plain.rows(batch).tolist()) - set(rows.tolist()) <= {span.start for span in batch.spans}
     calls = 0
@@ -130,7 +131,7 @@ def test_the_first_step_is_the_training_without_any(folder: Path, store: Feature
 
     empty = collate(store, [1])
     empty = Batch(**{**vars(empty), "loss_mask": torch.zeros_like(empty.loss_mask), "spans": []})
-    task.loss_sums(counted, empty, task.rows(empty))["loss"].backward()
+    tiny_run.losses_of(task, empty, 1, counted)["loss"].backward()
     assert calls == 2
 
 
@@ -141,7 +142,7 @@ def test_flops_and_memory(folder: Path, store: FeatureStore, ends: FrozenEnds) -
     batch = collate(store, [3])
     rows, length = task.rows(batch), batch.tokens
     with FlopCounterMode(display=False) as counter:
-        task.loss_sums(task.module, batch, rows)["loss"].backward()
+        tiny_run.losses_of(task, batch, 1)["loss"].backward()
     with FlopCounterMode(display=False) as angles:  # a product in some releases of transformers
         for _ in range(3):
             task.module.rotary_emb(batch.features, batch.position_ids)

@@ -16,7 +16,7 @@ from test_eval_prompts import sharegpt, write
 import data_prep.features
 import eval.engines
 from data_prep.store.reader import FeatureStore
-from eval.report.acceptance import differences
+from eval.report.sections import differences
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / eval.engines.PYTHONS["vllm"]))

@@ -10,6 +10,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,11 +24,13 @@ from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
 from drafters.cli.program import leave
 from drafters.config import validate
-from train.cli import parse_arguments
+from train.configs import schema_of
 from train.core import engine
 from train.core.config import TrainConfig
 from train.core.runtime import free_port
-from train.core.task import make_task, task_class
+from train.core.task import Task, make_task
+from train.data.packing import Batch
+from train.preflight import command as command_line
 from train.run import picture
 from train.run.files import check_run_folder
 from train.run.inputs import open_inputs
@@ -233,12 +236,17 @@ def without_pictures() -> None:
 
 def arguments(**given: Any) -> Namespace:
     """A command line of train/<kind>.py, with what is ``given`` in the place of defaults."""
-    return Namespace(**vars(parse_arguments(None, ["--config", "none"])) | given)
+    return Namespace(**vars(command_line.parse_arguments(None, ["--config", "none"])) | given)
+
+
+def main(kind: str, argv: list[str]) -> int:
+    """What the command ``train/<kind>.py`` does with its arguments, in this process; the exit status."""
+    return command_line.main(schema_of(kind), None, argv)
 
 
 def read(kind: str, values: dict[str, Any]) -> TrainConfig:
     """The config of a run of train/<kind>.py."""
-    return validate(task_class(kind).schema, values, source="test")
+    return validate(schema_of(kind), values, source="test")
 
 
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
@@ -249,6 +257,16 @@ def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> Train
     made = TrainRun(make_task(config, inputs.ends), inputs, ranks, resume, [])
     made.train()
     return made
+
+
+def losses_of(task: Task, batch: Batch, seed: int | None = None, module: Any = None) -> dict[str, torch.Tensor]:
+    """The task's losses on the trained positions of ``batch``; ``seed`` as for ``Task.pairs``."""
+    return task.losses(task.pairs(module or task.module, with_rows(task, batch), seed))
+
+
+def with_rows(task: Task, batch: Batch) -> Batch:
+    """``batch`` with the positions that ``task`` trains on."""
+    return replace(batch, rows=task.rows(batch))
 
 
 def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:

@@ -1,24 +1,22 @@
-"""List the most frequent tokens of answers in a checkpoint, for drafters that draft with these alone.
+"""Add the most frequent tokens of answers to a checkpoint, for drafters that draft with these only.
 
     python -m train.draft_vocab runs/stdlib-eagle --data runs/stdlib/train.jsonl --size 8192
 
-The folder holds a trained drafter, which drafts with them from then on, or a draft model, whose methods do so with the
-option draft_vocab. Counted are the answers of dialogues (a ShareGPT file, a Hub dataset, or a feature store), or all of
-a plain text (.txt). Best are the target's own answers: data_prep.regenerate writes them.
+The folder holds a trained drafter, which then drafts with these tokens, or a draft model, whose methods do so with the
+option draft_vocab. The tokens are counted in the answers of dialogues (a ShareGPT file, a Hub dataset, or a feature
+store), or in a plain text (.txt). The target's own answers are best: data_prep.regenerate writes them.
 
-Any smaller draft_vocab can be chosen when the drafter is loaded; a training run with draft_vocab in its config does the
-same by itself.
+A loaded drafter accepts any smaller draft_vocab. A training run with draft_vocab in its config adds the tokens itself.
 """
 
 from pathlib import Path
 
-from data_prep.datastore import is_text
-from data_prep.dialogues.reader import check_source
+from data_prep.dialogues.reader import check_source, is_text
 from data_prep.store.manifest import MANIFEST
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Count, write, and print how many of the counted tokens lists of several lengths cover."""
     parser = CommandLine("train.draft_vocab", __doc__)
     parser.add_argument("folder", type=Path, help="a trained drafter, or a draft model; it is changed in place")
@@ -32,10 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not (Path(parsed.data) / MANIFEST).is_file() and not is_text(parsed.data):
         check_source(parsed.data)
 
-    from train.draft_vocab_run import run
+    from train.data.draft_vocab import add_frequent_tokens
 
     with keeping(lambda: f"the checkpoint is as it was, or finished; to start again: {command()}"):
-        return run(parsed)
+        add_frequent_tokens(parsed)
 
 
 if __name__ == "__main__":

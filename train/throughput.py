@@ -1,15 +1,14 @@
-"""Training throughput beside the plain formulation's (train/bench/reference.py), in one run, in turns.
+"""Measure training throughput against a plain formulation (train/bench/reference.py), alternating in one run.
 
     python -m train.throughput --config configs/eagle/stdlib.yaml [key=value ...] [--out throughput.json]
     python -m train.throughput --shape hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 --tokens 8192
 
-With ``--config``, a run's config: its store, read as in training against one file a dialogue, and DeepSpeed's
-optimizer. With ``--shape``, no files: random features of dialogues as long as ``--dialogue-lengths`` says
-(``realistic``, or the folder of a store whose lengths to take), batches ready in memory, AdamW on float32 masters. Both
-sides share module, optimizer and dialogues. tokens/s counts real tokens, no padding.
+With ``--config``: DeepSpeed's optimizer and a run's store, which our side reads as in training and the plain side from
+one file per dialogue. With ``--shape``: AdamW on float32 masters and random features, in memory, of dialogues of
+``--dialogue-lengths`` (``realistic``, or a store's folder). Both sides share module, optimizer and dialogues. tokens/s
+does not count padding.
 
-``--config F --verify`` measures what ``verify: true`` costs: every round of the one side checks the shards anew, as a
-run does once.
+``--config F --verify`` measures the cost of ``verify: true``: every round of one side checks the shards again.
 """
 
 import argparse
@@ -21,12 +20,12 @@ import yaml
 from drafters.cli.program import CommandLine, command, keeping, leave, positive, run_program
 from drafters.common.files import check_file
 from drafters.config import from_overrides, load_config
-from train.cli import check
+from train.configs import schema_of, trained_methods
 from train.core.config import TrainConfig
-from train.core.task import task_class, trained_methods
+from train.preflight.command import check
 
 SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
-METHOD, TAP = "eagle", 2  # where nothing else is said
+METHOD, TAP = "eagle", 2  # defaults
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -74,13 +73,13 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The run's config; for ``--shape``, one with the paper's numbers and the overrides."""
+    """The run's config; for ``--shape``, a config of the paper's numbers and the overrides."""
     if arguments.config:
-        schema = task_class(arguments.method or _method_of(Path(arguments.config))).schema
+        schema = schema_of(arguments.method or _method_of(Path(arguments.config)))
         return load_config(schema, arguments.config, arguments.overrides)
-    schema = task_class(arguments.method or METHOD).schema
-    values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
-    values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
+    schema = schema_of(arguments.method or METHOD)
+    values: dict[str, Any] = dict.fromkeys(("target", "features", "out"), "none")  # it uses no files
+    values |= {"steps": 1, "batch_tokens": arguments.tokens, "learning_rate": 3e-5}
     needed = {name for name, field in schema.model_fields.items() if field.is_required()}
     values |= dict.fromkeys(needed - values.keys(), TAP)
     overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
@@ -88,7 +87,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _check_comparable(config: TrainConfig) -> None:
-    """Raise ValueError where the plain formulation would be of another loss."""
+    """Raise ValueError if the plain formulation lacks the config's loss."""
     plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1, "labels": "target"}
     given = {key: getattr(config, key, value) for key, value in plain.items()}
     if others := [key for key, value in plain.items() if given[key] != value]:
@@ -99,10 +98,10 @@ def _check_comparable(config: TrainConfig) -> None:
 
 
 def _method_of(config: Path) -> str:
-    """The method of a run's config: the one of whose own keys it has the most."""
+    """The method of a run's config: the one that shares most of its own keys with it."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
     found = set(keys) if isinstance(keys, dict) else set()
-    own = {name: task_class(name).schema.model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}
+    own = {name: schema_of(name).model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}
     return max(own, key=lambda name: (len(own[name] & found), name == METHOD))
 
 
@@ -117,10 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     if shape is None:
         check(config)
 
-    from train.throughput_run import run
+    from train.bench.report import measure
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        run(config, shape, arguments)
+        measure(config, shape, arguments)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A `main` as a program: its arguments; the user's mistakes and Ctrl-C end in one line instead of a stack trace."""
+"""Run a `main` as a program: its arguments, and one line instead of a stack trace for mistakes and Ctrl-C."""
 
 import argparse
 import atexit
@@ -8,13 +8,12 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what Slurm and launchers end a run with
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of Ctrl-C; of Slurm and launchers
 LAUNCHERS = ("deepspeed", "torchrun", "deepspeed.pt")
 
 
@@ -22,8 +21,8 @@ class CommandLine(argparse.ArgumentParser):
     """The arguments of ``python -m program``; --help shows the docstring.
 
     Args:
-        config: what --config takes, in a program that has one.
-        overrides: of what ``key=value`` on the command line is an example.
+        config: help text of --config, in a program that has it.
+        overrides: an example of ``key=value`` on the command line, in a program that takes overrides.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class CommandLine(argparse.ArgumentParser):
             self.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {overrides}")
 
     def parse(self, given: list[str] | None) -> argparse.Namespace:
-        """``given``, or what this process was started with; ``command`` has all of it, for a report."""
+        """Parse ``given``, or this process's arguments; the result's ``command`` is the whole command, for a report."""
         given = sys.argv[1:] if given is None else given
         parsed = self.parse_intermixed_args(given)
         parsed.command = [*self.prog.split(), *given]
@@ -45,7 +44,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """The type of an argument that is a number of something: 8000, 8_000 or 8,000."""
+    """argparse type of a count: 8000, 8_000 or 8,000."""
     digits = text.replace("_", "").replace(",", "")
     if not digits.isdecimal() or int(digits) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
@@ -53,35 +52,34 @@ def positive(text: str) -> int:
 
 
 class Failure(RuntimeError):
-    """Ends a program as a ValueError does, where it is not the input that is wrong; the message is for the user."""
+    """Ends a program with a message for the user, as a ValueError does, although the input is not wrong."""
 
 
 def run_program(main: Callable[[], int | None]) -> None:
-    """Run it and exit with its status: 1 with one line for a mistake, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run ``main`` and exit with its status: 1 with one line for a mistake, 130 after Ctrl-C, 143 after SIGTERM.
 
-    Until ``main`` enters ``keeping`` nothing can be half-written, so a signal ends the process at once: raised inside
-    an import, KeyboardInterrupt would come out as any other error.
+    Until ``main`` enters ``keeping``, nothing can be half-written, so a signal ends the process at once. An import
+    would turn a KeyboardInterrupt into another error.
     """
     own = os.getpid()
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
-        _on_signals(_unheard)  # a launcher that gets Ctrl-C, too, sends SIGTERM right after
-        if os.getpid() == own:  # and not a worker that was forked
-            _say_interrupted(number, f"nothing was begun. To start again: {command()}")
+        _on_signals(_unheard)  # a launcher that also gets Ctrl-C sends SIGTERM right after
+        if os.getpid() == own:  # not in a forked worker
+            _say(f"interrupted; nothing was begun. To start again: {command()}")
         os._exit(128 + number)
 
-    command()  # while the launcher that started this process still runs
+    command()  # now, while the launcher of this process still runs
     _on_signals(leave_at_once)
     try:
         status = main()
     except (ValueError, OSError, Failure) as error:
-        _on_signals(signal.SIG_DFL)  # where another rank ended first, a launcher sends SIGTERM: no interruption
-        _repeat_after_launcher(f"error: {error}")
+        _on_signals(signal.SIG_DFL)  # a launcher sends SIGTERM when another rank ended first: no interruption
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as error:
         _on_signals(_unheard)
         kept, number = error.args if len(error.args) == 2 else (f"to start again: {command()}", signal.SIGINT)
-        _say_interrupted(number, kept)
+        _say(f"interrupted; {kept}")
         leave(128 + number)
     if status:
         sys.exit(status)
@@ -89,19 +87,19 @@ def run_program(main: Callable[[], int | None]) -> None:
 
 @contextlib.contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """While files are written: a signal is raised as KeyboardInterrupt, so that they are closed as after any error.
+    """Raise signals as KeyboardInterrupt while files are written, so that they are closed as after any error.
 
-    A program enters this once, for all of its work. Inside of it, others tell more: the innermost ``kept`` counts.
+    A program enters this once, for all of its work; the innermost ``kept`` counts.
 
     Args:
-        kept: what a run that was interrupted here has kept, and the command that goes on: the program's last line.
+        kept: returns the program's last line after an interruption: what is saved, and the command that continues.
     """
     handler = signal.getsignal(signal.SIGINT)
-    # Elsewhere than in a program (a test, a notebook) signals stay what they are.
+    # Only in a program: in a test or a notebook, signals stay as they are.
     ours = getattr(handler, "__qualname__", "").startswith(run_program.__name__)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # A launcher that gets Ctrl-C, too, sends SIGTERM to processes that are ending already.
+        # A launcher that also gets Ctrl-C sends SIGTERM to processes that are already ending.
         signal.signal(signal.SIGTERM, _unheard)
         signal.signal(signal.SIGINT, interrupt_again)
         raise KeyboardInterrupt(number)
@@ -119,15 +117,12 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
         if len(error.args) < 2:
             error.args = (kept(), *error.args) if error.args else (kept(), signal.SIGINT)
         raise
-    if ours:  # what there was to do is done
+    if ours:
         _on_signals(signal.SIG_DFL)
 
 
 def command(*more: str) -> str:
-    """The command that started this program, to be typed again, with ``more`` at its end.
-
-    Under a launcher it is the launcher's, as the user typed it.
-    """
+    """The command line to type again, with ``more`` at its end; under a launcher, the launcher's command line."""
     global _words
     if _words is None:
         _words = _launched_by() or [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
@@ -135,12 +130,11 @@ def command(*more: str) -> str:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with ``status``: what ``sys.exit`` does, without waiting for threads or taking Python apart.
+    """Exit with ``status`` without waiting for threads and without Python's finalisation.
 
-    Gloo's threads drop the tensors of their last collectives a moment after those are done, which takes the
-    interpreter; where that is being taken apart the process aborts ("terminate called without an active exception"),
-    and a run that went well ends as a failed one. DeepSpeed's globals keep the group, and so its threads, alive through
-    ``destroy_process_group``.
+    Gloo's threads release the tensors of their last collectives a moment later, and need the interpreter for that.
+    During finalisation they abort the process ("terminate called without an active exception"), so a run that went well
+    would end as a failed one. DeepSpeed's globals keep these threads alive through ``destroy_process_group``.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -152,7 +146,7 @@ _words: list[str] | None = None
 
 
 def _launched_by() -> list[str] | None:
-    """The command line of the launcher that started this process, if one did."""
+    """The command line of this process's launcher, if it has one."""
     if "RANK" not in os.environ:
         return None
     import psutil
@@ -171,14 +165,14 @@ def _on_signals(handler: Callable[[int, FrameType | None], object] | signal.Hand
 
 
 def _wake_main_thread() -> None:
-    """Let a signal end a call in which the main thread sleeps or waits, whichever thread the system gives it to.
+    """Let a signal end a call in which the main thread sleeps, whichever thread receives it.
 
-    Handlers run in the main thread, which goes on sleeping when another takes the signal; gloo's threads, awake a
-    hundred times a second, often do.
+    Python runs handlers in the main thread, which sleeps on if another thread receives the signal. Gloo's threads wake
+    a hundred times a second, so they often do.
     """
     taken, written = os.pipe()
     os.set_blocking(written, False)
-    signal.signal(signal.SIGURG, _unheard)  # of no meaning of its own
+    signal.signal(signal.SIGURG, _unheard)  # only interrupts the call
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     main = threading.main_thread().ident
     assert main is not None
@@ -192,71 +186,11 @@ def _wake_main_thread() -> None:
 
 
 def _unheard(number: int, frame: FrameType | None) -> None:
-    """In place of SIG_IGN, of which Python prints "ignored due to race condition" where the signal came before it."""
-
-
-def _repeat_after_launcher(line: str, interrupted: bool = False) -> None:
-    """Let ``line`` stand last under DeepSpeed's launcher, which has lines of its own for a process that failed.
-
-    A process outlives it for that, by milliseconds. It is no child of this one: the launcher ends those, and waits.
-
-    Args:
-        interrupted: the `deepspeed` above the launcher got Ctrl-C, too, and ends in a stack trace of its own.
-    """
-    above = [os.getppid()]
-    if os.environ.get("RANK") != "0" or "deepspeed.launcher.launch" not in _words_of(above[0]):
-        return
-    if interrupted:
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            above.append(psutil.Process(above[0]).ppid())
-    try:
-        child = os.fork()
-    except OSError:  # no memory or no process is left
-        return
-    if child:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
-        return
-    try:
-        if os.fork() == 0:
-            os.closerange(3, 4096)  # the run's lock, its port, the GPU: the next run may want them at once
-            for _ in range(2000):  # 20 s: it looks for failed processes once a second
-                time.sleep(0.01)
-                if not any(_is_deepspeed(process) for process in above):
-                    os.write(2, f"{line}\n".encode())
-                    break
-    finally:  # in no case back into the program
-        os._exit(0)
-
-
-def _is_deepspeed(process: int) -> bool:
-    """Whether it runs, and is what the user started or what that started; not whoever has its number now."""
-    words = _words_of(process)
-    return "deepspeed.launcher.launch" in words or (len(words) > 1 and Path(words[1]).name in LAUNCHERS)
-
-
-def _words_of(process: int) -> list[str]:
-    """A process's command line; of one that has ended, nothing."""
-    import psutil
-
-    try:
-        return psutil.Process(process).cmdline()
-    except psutil.Error:
-        return []
-
-
-def _say_interrupted(number: int, kept: str) -> None:
-    """The last line after a signal; after Ctrl-C, which launchers get as well, repeated below theirs."""
-    line = f"interrupted; {kept}"
-    _say(line)
-    if number == signal.SIGINT:
-        _repeat_after_launcher(line, interrupted=True)
+    """Used instead of SIG_IGN, for which Python prints "ignored due to race condition" if the signal came first."""
 
 
 def _say(line: str) -> None:
     """Write a line to stderr, on the first of several ranks; safe in a signal handler."""
     if os.environ.get("RANK", "0") == "0":
-        start = "\n" if sys.stderr.isatty() else ""  # below the ^C and a bar
+        start = "\n" if sys.stderr.isatty() else ""  # below the ^C and a progress bar
         os.write(2, f"{start}{line}\n".encode())

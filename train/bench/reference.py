@@ -1,8 +1,8 @@
-"""The plain formulation of training a drafter: the reference that train/throughput.py and the tests hold the loop to.
+"""The plain formulation of training a drafter, a reference for train/throughput.py and the tests.
 
-What public trainers of EAGLE heads do, in its fair form: one file a dialogue, read by a DataLoader; a batch padded to
-its longest dialogue; the logits of target and drafter over the full vocabulary at every position, with autograd through
-the LM head. Nothing of it is used in training.
+It follows public trainers of EAGLE heads, without their mistakes: one file per dialogue, read by a DataLoader; batches
+padded to the longest dialogue; logits of target and drafter over the full vocabulary at every position, with autograd
+through the LM head. Training does not use it.
 """
 
 from collections.abc import Generator
@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data_prep.store.reader import FeatureStore, StoredDialogue
-from train.core.task import Task
+from train.core.lm_heads import LMHeads
+from train.core.losses import Pairs, TopK
+from train.core.task import Task, target_states
 from train.data.packing import Batch, Span, split_evenly
 
 
 def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> None:
-    """One safetensors file for each of ``dialogues`` (indices into the store) in ``folder``, by index."""
+    """Write one safetensors file for each of ``dialogues`` (indices into the store) into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in dialogues:
         item = store[index]
@@ -39,7 +41,7 @@ def sample_file(folder: Path, index: int) -> Path:
 
 
 class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
-    """Dialogues by index, each from its own file; only those written can be read."""
+    """Dialogues by index, each from its own file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +55,7 @@ class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
 def plain_batches(
     plan: list[list[int]], lengths: list[int], micro_batches: int, folder: Path, workers: int, pinned: bool
 ) -> Generator[list[Batch], None, None]:
-    """The global batches of ``plan`` as padded micro-batches, which a DataLoader reads from ``folder``."""
+    """The global batches of ``plan`` as padded micro-batches, read from ``folder`` by a DataLoader."""
     shares = [share for batch in plan for share in split_evenly(batch, lengths, micro_batches)]
     files = SampleFiles(folder)
     loader = DataLoader(files, batch_sampler=shares, collate_fn=pad, num_workers=workers, pin_memory=pinned)
@@ -79,38 +81,37 @@ def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
     )
 
 
-def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None = None) -> Tensor:
-    """The task's "loss" of ``Task.loss_sums``, differentiable, by full ``[B, T, V]`` logits and a mask.
+def plain_loss_sum(task: Task, module: Any, batch: Batch, seed: int | None = None) -> Tensor:
+    """The task's "loss", differentiable, by full ``[B, T, V]`` logits and a mask.
 
     Args:
-        task: whose predictions, targets and losses these are, all but its cross-entropy.
+        task: gives the predictions, targets and losses, all but the cross-entropy.
         module: what is trained.
-        batch: padded, on the module's device.
-        rows: flat indices int64 ``[n]`` into ``[B * T]`` of the trained positions.
+        batch: padded, on the module's device; ``rows`` are its trained positions.
+        seed: as for ``Task.pairs``.
     """
+    inputs = batch if seed is None else task.with_noise(batch, seed)
+    predicted = task.predict(module, replace(inputs, spans=[]))  # without spans: plain causal attention
+    predictions = (predicted if predicted.dim() == 4 else predicted[None]).flatten(1, 2)
     trained = torch.zeros(batch.segments.numel(), device=batch.segments.device)
-    trained[rows] = 1.0
-    inputs = batch if noise_seed is None else task.with_noise(batch, noise_seed)
-    target = task.targets(batch).flatten(0, 1)
-    predicted = task.predict(module, replace(inputs, spans=[])).flatten(0, 1)  # without spans: plain causal attention
-    # Where nothing is trained the prediction is the target, of which no loss has anything to say but a cross-entropy.
-    ideal = task.ideal(target)
-    predicted = torch.where(trained.bool().view(-1, *[1] * (ideal.dim() - 1)), predicted, ideal)
-
-    def classification(predicted: Tensor, target: Tensor) -> Tensor:
-        with torch.no_grad():
-            p = F.softmax(task.ends.lm_head(target), dim=-1, dtype=torch.float32)
-
-        def of_one(predicted: Tensor, lm_head: Any) -> Tensor:
-            log_q = F.log_softmax(lm_head(predicted), dim=-1, dtype=torch.float32)
-            return -((p * log_q).sum(-1) * trained).sum()
-
-        if predicted.dim() == 2:
-            return of_one(predicted, task.draft_lm_head)
-        each = predicted.unbind(0)
-        lm_heads = task.own or [task.ends.lm_head] * len(each)
-        return torch.stack([of_one(*pair) for pair in zip(each, lm_heads, strict=True)])
-
+    trained[batch.rows] = 1.0
+    targets = target_states(batch, task.ahead).flatten(0, 1)
     plain = copy(task)
-    plain.classification = classification  # type: ignore[method-assign]
-    return plain.losses(predicted, target)["loss"]
+    plain.heads = PlainHeads(task.config, task.ends.lm_head)
+    plain.heads.own = task.heads.own
+    return plain.losses(Pairs(predictions, targets, trained.expand(len(predictions), -1)))["loss"]
+
+
+class PlainHeads(LMHeads):
+    """The cross-entropy by autograd, through logits of all positions."""
+
+    def divergence(self, pairs: Pairs, name: str, top_k: TopK | None = None) -> Tensor:
+        assert pairs.weights is not None
+        with torch.no_grad():
+            p = F.softmax(self.target(pairs.targets), dim=-1, dtype=torch.float32)
+        sums = []
+        for number, (predicted, weights) in enumerate(zip(pairs.predictions, pairs.weights, strict=True)):
+            head = self.own[number] if self.own else self.target
+            log_q = F.log_softmax(head(predicted), dim=-1, dtype=torch.float32)
+            sums.append(-((p * log_q).sum(-1) * weights).sum())
+        return torch.stack(sums)

@@ -1,11 +1,11 @@
-"""What train/throughput.py measures: our training step and the plain one, or ours with and without checksums."""
+"""The two sides of train/throughput.py: our training step and the plain one, or ours with and without checksums."""
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,40 @@ from train.bench.reference import pad, plain_batches, plain_loss_sum, write_samp
 from train.core.config import TrainConfig
 from train.core.engine import Engine, start
 from train.core.optimizer import MasterAdamW, exact_buffers
-from train.core.runtime import ALONE
+from train.core.runtime import ALONE, dtype_of
 from train.core.task import Task, make_task
 from train.data.packing import Batch, Position, TrainData, collate, epoch_batches, split_evenly
 from train.data.shard_check import ShardCheck
 from train.preflight.estimate import meta_ends
+from train.run.inputs import open_inputs
 from train.watch.flops import TrainingCost, training_cost
 
-# Log-normal, cut at 2,048; its mean is about what the known size of EAGLE's ShareGPT features comes to: 0.7 TB of 8 KB
-# a token, 68 k dialogues.
+# Log-normal, cut at 2,048. Its mean fits the known size of EAGLE's ShareGPT features: 0.7 TB, 8 KB per token, 68,000
+# dialogues.
 REALISTIC = {"mu": 7.2, "sigma": 1.0, "shortest": 16, "longest": 2048}
-ANSWERS = 0.75  # of a random dialogue's tokens, its last ones, belong to answers
+ANSWERS = 0.75  # share of a random dialogue's tokens that belong to answers, its last ones
 
 
 @dataclass
 class Round:
-    """What a side did in one round; times in seconds."""
+    """Figures of one round of one side; times in seconds."""
 
     tokens: int = 0
     positions: int = 0  # tokens and padding
     flops: float = 0.0
-    waited: float = 0.0  # until the next step's data was there
+    waited: float = 0.0  # for the next step's data
     seconds: float = 0.0
     peak_bytes: int | None = None  # of a GPU's memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Padding does not count."""
+        """Without padding."""
         return self.tokens / self.seconds
 
 
 @dataclass
 class Side:
-    """A side's rounds and, where it had to stop, the reason."""
+    """A side's rounds and, if it failed, the reason."""
 
     rounds: list[Round] = field(default_factory=list)
     failed: str | None = None
@@ -58,11 +59,11 @@ class Side:
 
 @dataclass
 class Bench:
-    """What both sides share, and where their batches come from.
+    """Task, engine and batches of both sides.
 
     Attributes:
         batches: ``batches(side, round)`` gives the round's optimiser steps, each a list of micro-batches.
-        sides: what is compared; only "plain" is not trained by our formulation.
+        sides: their names; "plain" is trained by the plain formulation.
     """
 
     task: Task
@@ -72,7 +73,7 @@ class Bench:
     sides: tuple[str, str] = ("ours", "plain")
 
     def run(self, rounds: int, progress: Any) -> dict[str, Side]:
-        """Both sides in turns; the first round warms up and is not counted."""
+        """Alternate between the sides; the first round is warm-up and does not count."""
         sides = {name: Side() for name in self.sides}
         cost = training_cost(self.task)
         for number in range(rounds + 1):
@@ -111,28 +112,26 @@ class Bench:
         return done
 
     def _step(self, name: str, micro_batches: list[Batch]) -> int:
-        rows = [self.task.rows(batch) for batch in micro_batches]
-        trained = sum(len(part) for part in rows)
+        batches = [replace(batch, rows=self.task.rows(batch)) for batch in micro_batches]
+        trained = sum(len(batch.rows) for batch in batches)
         scale = len(micro_batches) / max(1, trained)
-        for batch, part in zip(micro_batches, rows, strict=True):
-            batch, part = batch.to(self.device, self.task.config.dtype), part.to(self.device)
+        for batch in batches:
+            batch = batch.to(self.device, dtype_of(self.task.config))
             if name != "plain":
-                loss = self.task.loss_sums(self.engine, batch, part, noise_seed=0)["loss"]
+                loss = self.task.losses(self.task.pairs(self.engine, batch, seed=0))["loss"]
             else:
-                loss = plain_loss_sum(self.task, self.engine, batch, part, noise_seed=0)
+                loss = plain_loss_sum(self.task, self.engine, batch, seed=0)
             self.engine.backward(loss * scale)
             self.engine.step()
         return trained
 
 
 def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dict[str, Any]]:
-    """A run's own store and optimizer; the plain side's files are written into ``folder``.
+    """With a run's own store and optimizer; writes the plain side's files into ``folder``.
 
     Raises:
-        ValueError: as train/eagle.py would.
+        ValueError: those of the training program, or too few batches.
     """
-    from train.run.inputs import open_inputs  # which needs libraries that --shape does without
-
     inputs = open_inputs(config)
     store = inputs.train
     if not isinstance(store, FeatureStore):
@@ -173,20 +172,20 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
 def from_shape(
     config: TrainConfig, arguments: argparse.Namespace, shape: dict[str, int]
 ) -> tuple[Bench, dict[str, Any]]:
-    """A head of a given shape on random features, without any file.
+    """With a head of a given shape on random features, without files.
 
     Raises:
-        ValueError: a shape or lengths that cannot be read, or settings that the run's config refuses.
+        ValueError: no store to take lengths from, or too few dialogues for ``gradient_accumulation``.
     """
     device = resolve_device()
     torch.manual_seed(config.seed)
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = _plan(config, lengths, arguments.steps)
     with torch.device(device):
-        task = make_task(config, meta_ends(config_of_shape(shape), str(device), config.dtype))
+        task = make_task(config, meta_ends(config_of_shape(shape), str(device), dtype_of(config)))
     with exact_buffers(task.module):
-        task.module.to(device, config.dtype)
-    store: Any = RandomStore(lengths, shape, config.dtype, config.taps)
+        task.module.to(device, dtype_of(config))
+    store: Any = RandomStore(lengths, shape, dtype_of(config), config.taps)
     ready: dict[str, list[list[Batch]]] = {"ours": [], "plain": []}
     for batch in plan:
         shares = split_evenly(batch, lengths, config.gradient_accumulation)
@@ -206,7 +205,7 @@ def from_shape(
 
 
 def _plan(config: TrainConfig, lengths: list[int], most: int | None = None) -> list[list[int]]:
-    """The first epoch's global batches, or ``most`` of them, none of which leaves a micro-batch empty."""
+    """The first epoch's global batches, at most ``most``; raises ValueError if one leaves a micro-batch empty."""
     plan = epoch_batches(lengths, config.batch_tokens, config.seed, 0)[:most]
     if min(map(len, plan)) < config.gradient_accumulation:
         raise ValueError(f"gradient_accumulation: {config.gradient_accumulation} is more than some batch has dialogues")
@@ -214,7 +213,7 @@ def _plan(config: TrainConfig, lengths: list[int], most: int | None = None) -> l
 
 
 class RandomStore:
-    """Random tokens and features of given lengths, made anew (and alike) whenever they are read."""
+    """Random tokens and features of given lengths, made by each read, always the same."""
 
     def __init__(self, lengths: list[int], shape: dict[str, int], dtype: torch.dtype, taps: tuple[int, ...]) -> None:
         self.lengths, self.dtype, self.taps = lengths, dtype, taps

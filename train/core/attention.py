@@ -1,8 +1,8 @@
-"""Attention of packed dialogues, each by itself: no mask, and no work on pairs of tokens that do not see each other.
+"""Attention of packed dialogues without a mask: one causal attention for each dialogue.
 
-A mask over a packed row costs the square of the row, and keeps a GPU from its fastest kernel. Here each dialogue is a
-causal attention of its own: on a GPU by the fused kernel, on a CPU by products over blocks of queries, which are faster
-there than PyTorch's kernel and its backward pass above all.
+A mask over a packed row costs the square of the row, and rules out a GPU's fastest kernel. Here a GPU uses the fused
+kernel for each dialogue, and a CPU multiplies blocks of queries, which is faster there than PyTorch's kernel, above all
+in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -26,25 +26,25 @@ States = tuple[Tensor, Tensor]  # keys and values, [R, kv_heads, L, d] each
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Takes the place of a mask: the ``lengths`` of each row's dialogues, from its beginning; the rest is padding."""
+    """Given instead of a mask: the ``lengths`` of each row's dialogues, from its beginning; the rest is padding."""
 
     lengths: list[list[int]]
 
     def beside(self) -> list[States]:
-        """Keys and values of which each query sees the one at its own index alone, beside those up to it."""
+        """Further keys and values: each query sees only the one at its own index, beside all earlier ones."""
         return []
 
 
 @dataclass(frozen=True)
 class Chains(Dialogues):
-    """Takes the place of a mask and of a cache: a chain is drafted from every index, all side by side.
+    """Given instead of a mask and a cache: a chain is drafted from every index, all chains in parallel.
 
-    In step n the query at index i stands n positions further on, and sees the keys of step 0 up to i and, of each later
-    step, the one at i: what its chain was given before, and itself. No key of another chain is ever a product.
+    In step n the query at index i has position i + n. It sees the keys of step 0 up to i and, of each later step, only
+    the key at i: the earlier inputs of its own chain, and itself. No product with another chain's keys is taken.
 
     Attributes:
         step: n.
-        states: of the steps so far, which all of them share.
+        states: keys and values of the steps so far, shared by all steps.
     """
 
     step: int
@@ -54,13 +54,13 @@ class Chains(Dialogues):
         return self.states[1 : self.step + 1]
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> States:
-        """What an attention layer asks of its cache. Done again, for the backward pass, it changes nothing."""
+        """The interface of a cache. A second call, in the backward pass with checkpointing, changes nothing."""
         self.states[self.step : self.step + 1] = [(keys, values)]
         return self.states[0]
 
 
 def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
-    """Let a head's layer take ``Dialogues``; with a mask or with none it does what it did before.
+    """Let a head's layer take ``Dialogues`` as its mask; with a tensor or None it does what it did before.
 
     Args:
         config: the target's.
@@ -76,7 +76,7 @@ def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _check_dialogues(head: Any, config: PretrainedConfig) -> None:
-    """Raise ValueError unless two dialogues in a row give what each gives alone, as which it will be drafted with."""
+    """Raise ValueError unless two dialogues in a row give what each gives in a row of its own."""
     half = PROBE // 2
     states, positions = probe_states(head, config.hidden_size), torch.arange(half)[None]
     training = head.training
@@ -120,7 +120,7 @@ _device: str | None = None
 
 @contextmanager
 def as_if_on(device: str) -> Iterator[None]:
-    """Attention as another type of device has it, for an estimate on tensors without contents."""
+    """Use the attention of another type of device, for an estimate on tensors without contents."""
     global _device
     before, _device = _device, device
     try:
@@ -151,8 +151,8 @@ def blocked_attention(
     """Causal attention ``[R, heads, T, d]`` -> ``[R, T, heads, d]`` by matrix products: a block of queries over the
     keys up to the block's end.
 
-    Each query also sees the n keys and values that stand beside its own index, ``[R, kv_heads, T, n, d]``. In float32
-    also for 16 bit inputs, which is more exact, unless ``dtype`` says in what.
+    Each query also sees the n further keys and values of its own index, ``[R, kv_heads, T, n, d]``. It computes in
+    float32 also for 16-bit inputs, which is more exact, or in ``dtype``.
     """
     rows, heads, length, width = query.shape
     wide = dtype or torch.promote_types(query.dtype, torch.float32)
@@ -183,8 +183,8 @@ def blocked_attention(
 def causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
 ) -> tuple[Tensor, None]:
-    """A transformers attention function for rows without padding, on a CPU; in the inputs' dtype, which in bf16 takes
-    two thirds of the time at 512 tokens."""
+    """A transformers attention function for rows without padding, on a CPU, in the inputs' dtype: at 512 tokens bf16
+    takes two thirds of the time of float32."""
     return blocked_attention(module, query, key, value, block=256, dtype=query.dtype, **options), None
 
 

@@ -1,4 +1,4 @@
-"""The moving average of a run's weights, which is judged and exported in their place."""
+"""The moving average of a run's weights, which is judged and exported instead of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ FILE = "weight_average"  # in a state, beside the weights and moments
 class WeightAverage:
     """``average += (1 - d) (weights - average)`` after each step, in float32.
 
-    After t steps d = min(decay, (1 + t) / (10 + t)), so that a short run is not an average of its beginning.
+    After t steps d = min(decay, (1 + t) / (10 + t)), so that a short run's average is not dominated by its beginning.
 
-    Every rank keeps the whole of it, of the weights that its module computes with: nothing is exchanged for it, but at
-    ZeRO-3 no rank has them.
+    Every rank has the whole average, of its module's own weights, without communication; at ZeRO-3 no rank has whole
+    weights.
 
     Args:
         module: what is trained, its weights whole.

@@ -1,6 +1,6 @@
-"""DeepSpeed: what a run asks of it, and the only module that imports it (late: that takes seconds).
+"""The only module that uses DeepSpeed: its configuration, its engine, and the engine's state as whole tensors.
 
-Where DeepSpeed has no call for what is needed, its insides are used here, and each such place says why.
+DeepSpeed is imported within functions, because that takes seconds. Comments mark each use of its private parts.
 """
 
 import os
@@ -20,16 +20,16 @@ from drafters.common.wording import size_text
 from train.core.config import TrainConfig
 from train.core.muon import SHAPE, Muon, matrix_groups
 from train.core.optimizer import exact_buffers
-from train.core.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
+from train.core.runtime import Ranks, describe_process, dtype_of, local_ranks, take_device, threads_of_rank
 
-# Ranks wait for the first one while it measures tau, exports or saves. (Where one dies, the launcher ends the others.)
+# Ranks wait while the first one measures tau, exports or saves. (If a rank dies, the launcher ends the others.)
 PATIENCE = timedelta(hours=2)
-PART = "part"  # of a group of parameters, which of the parts it is
-WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
+PART = "part"  # key of a parameter group: the prefix of its weights' names
+WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # kinds of tensors in a state, for each parameter
 
 
 def start(config: TrainConfig) -> Ranks:
-    """Start torch.distributed through DeepSpeed: as many ranks as its launcher or ``srun`` made, alone a single one.
+    """Start torch.distributed through DeepSpeed, with the ranks of its launcher or ``srun``, or a single one.
 
     Raises:
         ValueError: more processes on this machine than GPUs.
@@ -38,21 +38,21 @@ def start(config: TrainConfig) -> Ranks:
     if torch.accelerator.is_available():
         take_device(os.environ)
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to find out
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to find out
     import deepspeed
     from deepspeed.runtime import bf16_optimizer
 
     deepspeed.utils.logger.setLevel("ERROR")
-    # It prints memory figures when it starts, past the logger, and collects garbage for each.
+    # It prints memory figures when it starts, without the logger, and collects garbage for each.
     bf16_optimizer.see_memory_usage = lambda *_, **__: None
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
-    # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
-    # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
+    # No extension of DeepSpeed's is needed. An empty table keeps its CPU backend from compiling a shared-memory
+    # all-reduce at the first start (30 s and a C++ compiler); gloo does that instead.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     join_ranks(os.environ)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
-    if config.threads:  # on a GPU, too: offloaded optimisers and tau_device: cpu use them
+    if config.threads:  # also on a GPU: for offloaded optimisers and tau_device: cpu
         fix_threads(config.threads)
     elif threads:
         fit_threads(threads)
@@ -60,10 +60,10 @@ def start(config: TrainConfig) -> Ranks:
 
 
 def join_ranks(environment: Mapping[str, str]) -> None:
-    """Meet the other ranks.
+    """Join the process group.
 
     Raises:
-        ValueError: somebody else listens at MASTER_PORT.
+        ValueError: MASTER_PORT is taken.
     """
     import deepspeed
 
@@ -87,15 +87,15 @@ def stop() -> None:
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's own configuration. A "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1.
+    """DeepSpeed's configuration. Its "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1.
 
-    Gradients are summed over micro-batches and ranks in float32. With weights of 16 bits DeepSpeed does that from
-    stage 1 on only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
+    Gradients are summed over micro-batches and ranks in float32. With 16-bit weights DeepSpeed does that only from
+    stage 1 on, so stage 0 runs as stage 1, which splits nothing on one rank.
     """
-    bf16, fp16 = config.dtype == torch.bfloat16, config.dtype == torch.float16
+    bf16, fp16 = dtype_of(config) == torch.bfloat16, dtype_of(config) == torch.float16
     zero: dict[str, Any] = {
         "stage": max(1, config.zero_stage) if bf16 or fp16 else config.zero_stage,
-        "reduce_bucket_size": 50_000_000,  # numbers; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
+        "reduce_bucket_size": 50_000_000,  # elements; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
     }
     host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
     if config.offload != "none":
@@ -113,16 +113,16 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.gradient_accumulation,
         "gradient_clipping": config.gradient_clipping,
-        # Muon is handed over as it is: DeepSpeed's own would have its orthogonal matrices clipped by their norm.
+        # Muon is our own: DeepSpeed's would have its orthogonal matrices clipped by their norm.
         **({"optimizer": adam} if config.optimizer == "adamw" else {"zero_allow_untested_optimizer": True}),
-        # By default it clears gradients when those of the module's output arrive: those of an LM head, behind which the
-        # loss is, are there before.
+        # By default DeepSpeed clears gradients when the gradient of the module's output arrives. The LM head is behind
+        # the output, so its gradient arrives earlier and would be lost.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and config.trains_lm_head},
         "fp16": {"enabled": fp16},  # with a loss scale that follows overflows; steps that overflow are skipped
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,
-        "steps_per_print": 2**31,  # the loop reports
+        "steps_per_print": 2**31,  # never: the loop reports
     }
 
 
@@ -140,11 +140,11 @@ class Engine:
     """DeepSpeed's engine around a module: its backward pass, its update, and its state as whole tensors.
 
     Args:
-        parts: beginnings of weights' names; those that begin alike can have a learning rate of their own.
-        lm_heads: names of matrices that are LM heads or embeddings.
+        parts: prefixes of weights' names; the weights of each prefix can have their own learning rate.
+        lm_heads: names of LM heads and embeddings.
 
     Raises:
-        ValueError: ``offload`` needs more host memory than there is.
+        ValueError: ``offload`` needs more host memory than is free.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Engine:
         self.module: nn.Module = module
         self.device: torch.device = self._engine.device
         self._stage: int = self._engine.zero_optimization_stage()
-        self._float16 = config.dtype == torch.float16
-        if len(groups) > 1 and self._stage in (1, 2):  # or DeepSpeed looks for all when only the first has been updated
+        self._float16 = dtype_of(config) == torch.float16
+        if len(groups) > 1 and self._stage in (1, 2):  # else DeepSpeed wants all after it has updated the first
             self.make_moments(0)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -186,45 +186,45 @@ class Engine:
         self._engine.backward(loss)
 
     def step(self) -> None:
-        """Update at the boundary of the gradient accumulation; before it, count the micro-batch."""
+        """Update after the last micro-batch of a step; after earlier ones, only count."""
         self._engine.step()
 
     def update(self, learning_rate: float, factors: Mapping[str, float] | None = None) -> Tensor:
-        """The last micro-batch's ``step``; the gradient's norm before clipping (0: skipped), float64 ``[1]``.
+        """``step`` for the last micro-batch; return the gradient norm before clipping, float64 ``[1]`` (0: skipped).
 
-        ``factors``: by part, its share of the learning rate.
+        ``factors``: by part, its factor on the learning rate.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate * (factors or {}).get(group[PART], 1.0)
         norm = None
-        if self._stage == 0:  # DeepSpeed clips here without telling the norm
+        if self._stage == 0:  # DeepSpeed clips here without returning the norm
             norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         self._engine.step()
         norm = self._engine.get_global_grad_norm() if norm is None else norm
-        if self._float16 and self._engine.optimizer.overflow:  # skipped, and the loss scale is lowered
+        if self._float16 and self._engine.optimizer.overflow:  # the step was skipped, and the loss scale lowered
             norm = torch.zeros(1)
         return torch.as_tensor(norm, dtype=torch.float64, device=self.device).reshape(1)
 
     def weights(self) -> dict[str, Tensor]:
-        """The module's whole weights by name, in the dtype that it computes in, copied to the CPU.
+        """The module's whole weights by name, in its dtype, copied to the CPU, at every ZeRO stage.
 
-        A collective: every rank has to call it, and every rank gets all weights, whatever the ZeRO stage.
+        A collective: every rank must call it, and gets all weights.
         """
         import deepspeed
 
         weights = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
-            # At ZeRO-3 a rank holds a part of each weight; one at a time, so that the device never holds all of them.
+            # At ZeRO-3 a rank holds a part of each weight. One weight at a time, so that all never have to fit.
             with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
                 weights[name] = value.detach().to("cpu", copy=True)
         return weights
 
     def kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """What a state has of a trained weight: Muon keeps one moment of a matrix."""
+        """The kinds of tensors that a state holds for a trained weight; Muon has one moment of a matrix."""
         return (WEIGHTS, *MOMENTS[: 1 if id(parameter) in self._matrices else None])
 
     def gather(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """One whole float32 tensor: the parameter's master weights, or a moment of them. A collective."""
+        """Return a whole float32 tensor: the parameter's master weights, or a moment. A collective."""
         from deepspeed import utils
 
         if self._stage == 0:
@@ -234,12 +234,12 @@ class Engine:
         return utils.safe_get_full_optimizer_state(parameter, kind)
 
     def scatter(self, parameter: Any, kind: str, whole: Tensor) -> None:
-        """The reverse of ``gather``: take this rank's part of a whole tensor."""
+        """Take this rank's part of a whole tensor, the reverse of ``gather``."""
         from deepspeed import utils
 
         if self._stage == 0:
             self.gather(parameter, kind).copy_(whole)
-        elif self._stage == 3:  # parts are rounded up to one size, which DeepSpeed forgets where it cuts a whole tensor
+        elif self._stage == 3:  # parts have one size, rounded up, which DeepSpeed ignores when it cuts
             size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
             part = whole.flatten()[rank * size : (rank + 1) * size]
             part = nn.functional.pad(part, (0, size - len(part)))
@@ -253,7 +253,7 @@ class Engine:
             utils.safe_set_full_optimizer_state(parameter, whole, kind)
 
     def make_moments(self, steps: int) -> None:
-        """The optimizer's state as it is after ``steps`` steps, zero as yet; without, it would be made in the first."""
+        """Make the optimizer's state, which the first step would make, with zero moments, after ``steps`` steps."""
         optimizer = self._engine.optimizer
         adam = optimizer if self._stage == 0 else optimizer.optimizer
         held = [
@@ -261,18 +261,19 @@ class Engine:
             for group in adam.param_groups
             for value in group["params"]
         ]
-        if self._stage == 3:  # its groups are empty between steps
+        if self._stage == 3:  # whose groups are empty between steps
             held = [(value, MOMENTS) for value in optimizer.fp32_partitioned_groups_flat]
         for value, kinds in held:
             adam.state[value] = {"step": torch.tensor(float(steps), device=value.device)}
             adam.state[value] |= {kind: torch.zeros_like(value, requires_grad=False) for kind in kinds}
         if self._stage in (1, 2):
-            optimizer._hp_optimizer_states_linked = False  # to others, perhaps
-            optimizer._lazy_init_hp_params_optimizer_state()  # where each parameter's moments lie in the flat ones
+            # Link each parameter to its moments in the flat tensors, again if it was linked before.
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def parameter_groups(module: nn.Module, parts: Sequence[str]) -> list[dict[str, Any]]:
-    """The trained weights by the first of ``parts`` that their names begin with, as optimizers take them."""
+    """Parameter groups of an optimizer: the trained weights by the first of ``parts`` that their names begin with."""
     groups: list[dict[str, Any]] = [{"params": [], PART: part} for part in parts]
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -281,7 +282,7 @@ def parameter_groups(module: nn.Module, parts: Sequence[str]) -> list[dict[str, 
 
 
 def checkpoint_activations(module: nn.Module) -> None:
-    """Make ``module`` keep only its inputs for the backward pass, which then computes everything between once more."""
+    """Make ``module`` keep only its inputs for the backward pass, which computes the activations again."""
     forward = module.forward
 
     def twice(*arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""LoRA by peft: matrices of low rank are trained beside those of a model or a trained drafter, which do not change.
+"""LoRA by peft: low-rank matrices are trained beside the frozen ones of a model or a trained drafter.
 
 A drafter's adapter is saved as peft saves it, beside a ``config.json`` that says which drafter it is for; see
 ``drafters/model/head_adapter.py``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from transformers import PreTrainedModel
 from drafters.common.files import replace_json, replacing_files
 from drafters.common.paths import ADAPTER_CONFIG_FILE
 from drafters.hub.checkpoint import CARD_FILE, CONFIG_FILE, parse_config
-
-if TYPE_CHECKING:
-    from train.core.config import Lora
+from train.core.config import Lora
 
 
 def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
-    """peft's model around ``model``, which is frozen and has matrices of rank ``lora.r`` beside its projections now.
+    """peft's model around ``model``: ``model`` is frozen, and its projections get matrices of rank ``lora.r``.
 
     Args:
-        name: what an adapter says that it is for.
+        name: of the base model, for the adapter's config.
 
     Raises:
         ValueError: ``lora.targets`` that the model does not have.
@@ -49,31 +47,31 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
             adapter = peft.get_peft_model(model, given)
     except ValueError as error:
         raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
-    given.base_model_name_or_path = name  # peft put what a model says of itself there: of a drafter's module, nothing
+    given.base_model_name_or_path = name  # peft takes it from a model, not from a module
     return adapter
 
 
 @torch.no_grad()
 def load_base(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give what lies beneath LoRA's matrices, or a model without any, its ``weights``, by the names without them."""
+    """Copy ``weights``, by the names of a model without LoRA, into the frozen matrices of ``model``."""
     own = {name.replace(".base_layer.", "."): value for name, value in model.state_dict(keep_vars=True).items()}
     for name, value in weights.items():
         own[name].copy_(value)
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give ``model`` copies of all its weights, in their dtype."""
+    """Give ``model`` copies of ``weights``, in their dtype."""
     for name, value in model.state_dict(keep_vars=True).items():
         value.data = weights[name].clone()
 
 
 def save_adapter(adapter: Any, config: dict[str, Any], out: Path) -> None:
-    """Write a drafter's adapter, peft's model, into the top of the run folder, over an older one if any.
+    """Write a drafter's adapter (peft's model) into the top of the run folder, replacing an older one.
 
-    A process killed on the way leaves the older one, the new one, or a folder that does not load.
+    A process killed meanwhile leaves the older one, the new one, or a folder that does not load.
     """
     checked = parse_config(config, source=f"the config to be saved in {out}")
     with replacing_files(out, last=(ADAPTER_CONFIG_FILE, CONFIG_FILE)) as folder:
         adapter.save_pretrained(folder)
-        (folder / CARD_FILE).unlink(missing_ok=True)  # it knows of nothing but peft
+        (folder / CARD_FILE).unlink(missing_ok=True)  # written by peft
         replace_json(folder / CONFIG_FILE, checked.model_dump())

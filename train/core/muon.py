@@ -1,8 +1,8 @@
 """Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al. 2024), AdamW for the rest.
 
-AdamW moves each number by about as much as any other, so that a matrix moves along the few directions in which its
-gradients are large. Made orthogonal, it moves as far in all of them. Scaled as Liu et al. 2025 (Muon is Scalable for
-LLM Training, arXiv:2502.16982, equation 4) do it, one learning rate serves both.
+AdamW moves all elements by about the same amount, so a matrix moves mostly along the few directions in which its
+gradients are large. An orthogonal update moves it equally in all directions. Scaled as by Liu et al. 2025 (Muon is
+Scalable for LLM Training, arXiv:2502.16982, equation 4), both use one learning rate.
 """
 
 from collections.abc import Callable, Collection
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 MOMENTUM = 0.95  # Jordan's, and Liu's
-ADAM_SIZE = 0.2  # the size (root mean square) of AdamW's updates, which those of matrices get
-# Of x -> a x + b x^3 + c x^5: five times over it takes singular values from 0.003 to 1 to between 0.7 and 1.2 (Jordan).
+ADAM_SIZE = 0.2  # root mean square of AdamW's updates, to which those of matrices are scaled
+# Of x -> a x + b x^3 + c x^5: five steps map singular values of 0.003 to 1 into 0.7 to 1.2 (Jordan).
 A, B, C = 3.4445, -4.7750, 2.0315
 TIMES = 5
-SHAPE = "shape"  # a group has one if its one weight is a matrix that is moved so
+SHAPE = "shape"  # key of a group of one matrix that gets orthogonal updates
 
 
 def matrix_groups(group: dict[str, Any], leave: Collection[nn.Parameter]) -> list[dict[str, Any]]:
-    """A group of parameters as ``Muon`` wants it: each matrix alone, and the rest together, if any.
+    """Split a parameter group for ``Muon``: one group for each matrix, and one for all other weights.
 
     Args:
-        leave: matrices that stay with the rest: embeddings and LM heads, whose rows are about one token each.
+        leave: matrices among the other weights: embeddings and LM heads, whose rows are about one token each.
     """
     left = {id(weights) for weights in leave}
     matrices = [weights for weights in group["params"] if weights.dim() == 2 and id(weights) not in left]
@@ -38,8 +38,8 @@ class Muon(torch.optim.AdamW):
 
     for a group of one matrix, as ``matrix_groups`` makes them; AdamW for any other. M is in the state as ``exp_avg``.
 
-    A matrix may lie flat and, in equal parts and padded, on all ranks, as DeepSpeed's stages 1 and 2 have it: each then
-    makes the whole of it orthogonal, and takes its own part.
+    A matrix may be flat and split over the ranks in equal, padded parts, as in DeepSpeed's stages 1 and 2. Then each
+    rank computes the whole orthogonal matrix and takes its own part.
     """
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    """In which it is made orthogonal: rough as that is, 8 bits of precision do, where they are not slower."""
+    """The dtype of the iteration: bf16 is precise enough, unless it is slower."""
     fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 

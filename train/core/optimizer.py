@@ -1,4 +1,4 @@
-"""AdamW on float32 masters of a bf16 module, as DeepSpeed does it, for where DeepSpeed is not installed."""
+"""AdamW on float32 masters of a bf16 module, as in DeepSpeed, without DeepSpeed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from train.core.config import TrainConfig
 
 @contextmanager
 def exact_buffers(module: nn.Module) -> Iterator[None]:
-    """Let a cast of ``module`` inside leave its buffers as exact as they were; they move with it to another device.
+    """Keep the buffers of ``module`` exact during a cast inside; they still move to another device with it.
 
-    A cast to bf16 rounds the rotary frequencies, too, which moves position 500 by several tokens.
+    A cast to bf16 would also round the rotary frequencies, which moves position 500 by several tokens.
     """
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     yield
@@ -24,7 +24,7 @@ def exact_buffers(module: nn.Module) -> Iterator[None]:
 
 
 class MasterAdamW:
-    """One process's backward pass and update, with the two calls of DeepSpeed's engine that a step needs.
+    """Backward pass and update of one process, with the same two calls as DeepSpeed's engine.
 
     A float32 module is its own master.
 
@@ -38,7 +38,7 @@ class MasterAdamW:
         self._weights: list[Tensor] = [weights for weights in module.parameters() if weights.requires_grad]
         self._copied = self._weights[0].dtype != torch.float32
         self._masters = [w.detach().float().clone() if self._copied else w for w in self._weights]
-        decay, fused = config.weight_decay, self._weights[0].is_cuda or None  # None: as torch thinks best
+        decay, fused = config.weight_decay, self._weights[0].is_cuda or None  # None: torch's choice
         self._adam = torch.optim.AdamW(
             self._masters, config.learning_rate, config.betas, weight_decay=decay, fused=fused
         )
@@ -58,7 +58,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update after the last of the accumulated micro-batches; before, only count."""
+        """Update after the last micro-batch of a step; after earlier ones, only count."""
         self._micro_batches += 1
         if self._micro_batches % self.config.gradient_accumulation:
             return

@@ -1,4 +1,4 @@
-"""Ranks, devices and threads: what has to be in place before DeepSpeed starts."""
+"""Ranks, devices and threads of this process, set up before DeepSpeed starts."""
 
 import os
 import re
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from data_prep.common.ranks import slurm_step
 from drafters.common.threads import cpu_cores
+from drafters.model.files import resolve_dtype
 from train.core.config import TrainConfig
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers."""
+    """This process's rank, and the number of ranks."""
 
     rank: int
     count: int
@@ -37,7 +38,7 @@ ALONE = Ranks(0, 1)
 
 
 def check_same_step(ranks: Ranks, step: int, device: torch.device) -> None:
-    """Raise ValueError, on every rank, unless all go on from the same ``step``; a collective."""
+    """Raise ValueError, on every rank, unless all continue from the same ``step``; a collective."""
     steps = torch.zeros(ranks.count, dtype=torch.int64, device=device)
     steps[ranks.rank] = step
     found = ranks.total(steps).tolist()
@@ -49,20 +50,20 @@ def check_same_step(ranks: Ranks, step: int, device: torch.device) -> None:
 
 
 def local_ranks(otherwise: int) -> int:
-    """How many of the ranks run on this machine, which torchrun, Slurm and DeepSpeed's launcher tell in variables."""
+    """Number of ranks on this machine, from the variables of torchrun, Slurm and DeepSpeed's launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", otherwise)))
 
 
 def local_rank() -> int:
-    """Which of its machine's ranks this is."""
+    """Number of this rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: int) -> int | None:
-    """CPU threads of one of ``local`` ranks on this machine; None: as OMP_NUM_THREADS says, which torch has read.
+    """CPU threads of one of ``local`` ranks on this machine; None: OMP_NUM_THREADS, which torch has read.
 
-    torchrun sets OMP_NUM_THREADS=1 for several ranks where nobody has set it; that 1 is nobody's wish. DeepSpeed's
-    launcher sets it with --bind_cores_to_rank alone, to the cores that the rank then has.
+    torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it, so that 1 is ignored. DeepSpeed's
+    launcher sets it only with --bind_cores_to_rank, to the number of the rank's cores.
     """
     if config.threads:
         return config.threads
@@ -73,7 +74,7 @@ def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: 
 
 
 def check_devices(config: TrainConfig) -> None:
-    """Raise ValueError where the config names a device that this machine lacks."""
+    """Raise ValueError if the config names a device that this machine lacks."""
     if config.tau_device is None:
         return
     wanted, found = torch.device(config.tau_device), ["cpu"]
@@ -88,20 +89,20 @@ def check_devices(config: TrainConfig) -> None:
 
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:
-    """Seed the global generators (dropout) from the step alone, so that a resumed run draws what the first would."""
+    """Seed the global generators (dropout) from the step, so that a resumed run draws the same numbers."""
     torch.manual_seed((seed * 1_000_003 + step) * 4_096 + ranks.rank)
 
 
 def describe_process(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that a launcher would set, where none did: those of a Slurm task, or of a process alone.
+    """Set a launcher's variables if no launcher did: for a Slurm task, or for a single process.
 
-    DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE themselves, and are left alone, but for
-    the port of a process alone: DeepSpeed's is the same for every training on a machine. Under ``srun`` with several
-    tasks each task is a rank. A batch script's own process is no such task, though it sees SLURM_NTASKS: see
+    DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE. Then only the port of a single process
+    changes, because DeepSpeed's is the same for every training on a machine. Under ``srun`` with several tasks, each
+    task is a rank. A batch script's own process is no task, although it sees SLURM_NTASKS:
     ``data_prep.common.ranks.slurm_step``.
 
     Raises:
-        ValueError: a Slurm step without what names its first host.
+        ValueError: a Slurm step without a list of its hosts.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         if environment["WORLD_SIZE"] == "1" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -116,14 +117,14 @@ def describe_process(environment: MutableMapping[str, str]) -> None:
 
 
 def free_port() -> str:
-    """A port of this machine that nobody listens at."""
+    """A free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
 
 
 def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT stay where they are given."""
+    """The variables of a Slurm task; MASTER_ADDR and MASTER_PORT keep given values."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     if "MASTER_ADDR" not in environment and not hosts:
         raise ValueError("srun started this task without SLURM_STEP_NODELIST: set MASTER_ADDR to the first node's name")
@@ -135,7 +136,7 @@ def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, 
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", local[0] if local else "1"),
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
-        # The same for all tasks of a step, and another one for the next step on the same nodes.
+        # The same for all tasks of a step, another one for the next step on the same nodes.
         "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + (job * 31 + step) % 12_000)),
     }
 
@@ -147,7 +148,7 @@ def first_host(nodes: str) -> str:
 
 
 def take_device(environment: MutableMapping[str, str]) -> None:
-    """Make LOCAL_RANK's GPU this process's; where each process sees one GPU alone, that one."""
+    """Select the GPU of LOCAL_RANK; if each process sees only one GPU, that one."""
     count, local = torch.accelerator.device_count(), int(environment.get("LOCAL_RANK", "0"))
     if count == 1 and slurm_step(environment):  # --gpus-per-task=1
         local = 0
@@ -158,6 +159,11 @@ def take_device(environment: MutableMapping[str, str]) -> None:
 
 
 def rank_device() -> torch.device:
-    """Where this rank trains, once it has taken its device."""
+    """The device that this rank trains on."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    """The dtype that the drafter computes in on this rank's device."""
+    return resolve_dtype("bfloat16" if config.computes_in == "bf16" else config.computes_in, rank_device())

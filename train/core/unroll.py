@@ -1,8 +1,8 @@
-"""A head on its own predictions, in training and on held-out text: chains drafted from every index, all side by side.
+"""Run a head on its own predictions, in training and on held-out text: chains from every index, in parallel.
 
-Drafting, the head reads true features up to the last verified token and then its own predictions. Trained on true ones
-alone it has never seen what it makes: HASS (Zhang et al. 2024, section 3.2, "harmonized context alignment") and EAGLE-3
-("training-time test") feed them back for some steps.
+In drafting, the head reads true features up to the last verified token, then its own predictions. HASS (Zhang et al.
+2024, section 3.2, "harmonized context alignment") and EAGLE-3 ("training-time test") therefore also train on
+predictions, for some steps.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def unrolled(
     """The predictions ``[R, L, H]`` of steps 0 to ``steps - 1`` of the chains that begin at each index.
 
     Step 0 of the chain from i reads the true features up to feature_i and predicts feature_{i+1}. Step n reads these,
-    its own n predictions in the place of feature_{i+1} .. feature_{i+n}, and the text's tokens, and predicts
-    feature_{i+n+1}. That is what decoding gives the head: true keys up to i, then those of its own steps. A chain that
-    leaves its dialogue means nothing there, and no other sees it.
+    its own n predictions instead of feature_{i+1} .. feature_{i+n}, and the text's tokens, and predicts
+    feature_{i+n+1}. So the head sees the same as in decoding: true keys up to i, then those of its own steps. The
+    predictions of a chain past the end of its dialogue are meaningless, and no other chain sees them.
 
-    What is fed back is a constant: each step learns to go on from what it gets, none to make it easy for the next.
+    No gradient flows through the predictions that are fed back.
 
     Args:
         head: with ``train.core.attention.use_dialogue_attention``.

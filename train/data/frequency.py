@@ -1,4 +1,4 @@
-"""Which tokens are frequent in answers: those that a drafter need draft with, and learn to tell apart."""
+"""The most frequent tokens of answers: the vocabulary that a drafter drafts with, and that its loss is over."""
 
 from collections.abc import Iterable
 
@@ -24,11 +24,11 @@ def find_frequent(task: Task, train: Source) -> None:
     answers = ((dialogue.input_ids, dialogue.loss_mask) for dialogue in map(train.__getitem__, range(len(train))))
     counts = count_answers(answers, vocab)
     task.draft_ids = None if draft is None else most_frequent(counts, draft, "draft_vocab")
-    task.loss_ids = None if loss is None else most_frequent(counts, loss, "loss_vocab")
+    task.heads.ids = None if loss is None else most_frequent(counts, loss, "loss_vocab")
 
 
 def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Tensor:
-    """How often each token stands in answers, int64 ``[vocab]``; a dialogue is its ids and its loss mask, ``[T]``."""
+    """Counts of each token in answers, int64 ``[vocab]``; a dialogue is its ids and its loss mask, ``[T]``."""
     counts = torch.zeros(vocab, dtype=torch.int64)
     for ids, mask in dialogues:
         answer = ids[mask]
@@ -37,9 +37,9 @@ def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Ten
 
 
 def most_frequent(counts: Tensor, count: int, key: str = "draft_vocab") -> Tensor:
-    """The first ``count`` tokens by frequency, int32; of equals, and of those never seen, the lowest ids first.
+    """The first ``count`` tokens by frequency, int32; of equally frequent tokens, the lowest ids first.
 
-    A tokenizer gives the frequent tokens low ids, so these are a fair guess where the text is short.
+    A tokenizer gives frequent tokens low ids, so these are a fair guess for tokens that a short text lacks.
 
     Raises:
         ValueError: more tokens than there are.

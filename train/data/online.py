@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from data_prep.common.progress import quiet_in_log_files
 from data_prep.common.ranks import find_rank, refuse_shared_map
+from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
-from data_prep.features import FeaturesConfig
-from data_prep.features_run import make_headers
+from data_prep.extraction.headers import make_headers
 from data_prep.store.reader import StoredDialogue, StoreManifest
 from drafters.config import validate
 from drafters.model.files import resolve_dtype
@@ -28,20 +28,20 @@ from drafters.model.target import TargetModel
 from train.core.config import OnlineData, TrainConfig
 from train.data.packing import Batch, Span, dialogue_mask, pack
 
-States = dict[int | None, Tensor]  # None: the features; else the hidden states after so many layers
+States = dict[int | None, Tensor]  # by layer, the hidden states after it; None: the features
 
 
 class OnlineFeatures:
-    """One split's dialogues in memory (5 bytes a token): read like a FeatureStore, they come without their features
-    (``[T, 0]``), which ``complete`` computes.
+    """One split's dialogues in memory (5 bytes a token), read like a FeatureStore; their features are empty
+    (``[T, 0]``) until ``complete`` computes them.
 
     Args:
         split: tokens and masks.
-        header: the manifest that a store of this split would begin with; its counts are filled in.
+        header: the manifest of a store of this split, without counts.
         batch_tokens: tokens of one forward of the target, padding included.
 
     Attributes:
-        target: has to be set before the first batch is completed.
+        target: must be set before the first ``complete``.
     """
 
     target: TargetModel
@@ -80,17 +80,17 @@ class OnlineFeatures:
         """``batch`` with features and taps ``[R, L, H]`` on the target's device, zeros in the padding.
 
         A dialogue whose features are not all finite (fp16 overflows in some targets) is reported once and gets an empty
-        loss mask: a store would have left it out.
+        loss mask, because a store would omit it.
         """
         shape, device = (*batch.input_ids.shape, self.target.hidden_size), self.target.device
         dtype = resolve_dtype(self.manifest.dtype)
         keys: list[int | None] = [None, *taps]
         states = {key: torch.zeros(shape, dtype=dtype, device=device) for key in keys}
-        # Where the dialogues lie; a stand-in's, which counts as none, is the whole of its batch.
+        # The places of the dialogues; a batch of a rank without work has no spans, and is one dialogue.
         places = batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
         rows = sorted(([places[index] for index in row] for row in pack([span.length for span in places])), key=len)
         at_once = max(1, self.batch_tokens // max(span.length for span in places))
-        # Rows of one dialogue by themselves: causal attention does for them what a mask would.
+        # Rows of one dialogue apart from the others: they need no mask.
         for alike in ([row for row in rows if len(row) == 1], [row for row in rows if len(row) > 1]):
             for first in range(0, len(alike), at_once):
                 self._forward(batch, alike[first : first + at_once], states)
@@ -99,7 +99,7 @@ class OnlineFeatures:
         return replace(batch, loss_mask=loss_mask, features=states[None], taps={key: states[key] for key in taps})
 
     def _forward(self, batch: Batch, rows: list[list[Span]], states: States) -> None:
-        """Run the target on ``rows`` of dialogues, padded on the right, and write into ``states`` where they lie."""
+        """Run the target on ``rows`` of dialogues, padded on the right, and write the result into ``states``."""
         target = self.target
         ids = pad_sequence([torch.cat([_cut(batch.input_ids, span) for span in row]) for row in rows], batch_first=True)
         taps = tuple(key for key in states if key is not None)
@@ -119,9 +119,8 @@ class OnlineFeatures:
                     start += span.length
 
     def _leave_out(self, batch: Batch, places: list[Span], states: States) -> Tensor:
-        """Run every dialogue again by itself, since NaN spreads along a row; the loss mask without those that are bad.
-
-        Writes into ``states``; a bad dialogue's are zeros.
+        """Run every dialogue again in a row of its own, because NaN spreads along a row. Return the loss mask without
+        bad dialogues; write zeros for them into ``states``.
         """
         loss_mask = batch.loss_mask.clone()
         for span in places:
@@ -141,7 +140,7 @@ class OnlineFeatures:
 
 
 def _cut(values: Tensor, span: Span) -> Tensor:
-    """A dialogue's part ``[T, ...]`` of values ``[R, L, ...]``: a view."""
+    """A view of a dialogue's part ``[T, ...]`` of ``[R, L, ...]``."""
     return values[span.row, span.start : span.start + span.length]
 
 
@@ -149,7 +148,7 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     """The training and held-out dialogues of ``features: online``; the target is not loaded yet.
 
     Args:
-        date: that the chat template prints, if it prints one; default: today's.
+        date: for a chat template that prints the date; default: today.
 
     Raises:
         ValueError: a missing or unreadable data file, one file given for both splits, an exit layer that the target
@@ -160,7 +159,7 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     rank = find_rank(None, None)  # torch.distributed is not started yet
     refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
     chat = load_tokenizer(config.target, config.revision, data.chat_template, date)
-    headers = make_headers(as_features_config(config, data), chat)
+    headers = make_headers(as_feature_keys(config, data), chat)
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         encoded = encode_split(source, chat, data.max_length, data.limit)
@@ -170,24 +169,23 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     return opened[0], opened[1]
 
 
-def as_features_config(config: TrainConfig, data: OnlineData) -> FeaturesConfig:
-    """The config with which data_prep.features would store these features."""
+def as_feature_keys(config: TrainConfig, data: OnlineData) -> FeatureKeys:
+    """The keys with which data_prep.features would store these features."""
     values = {
         "target": config.target,
         "revision": config.revision,
         "dtype": data.target_dtype,
         "chat_template": data.chat_template,
         "splits": {"train": data.train, "heldout": data.heldout},
-        "out": "nowhere",
         "exit_layers": list(config.taps),
         "max_length": data.max_length,
         "limit": data.limit,
     }
-    return validate(FeaturesConfig, values, source="data")
+    return validate(FeatureKeys, values, source="data")
 
 
 def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
-    """The target on the training device, on transformers' own layers: other engines keep copies of the weights.
+    """The target on the training device, on transformers' layers, because other engines copy the weights.
 
     Raises:
         ValueError: nothing loadable there, or an unsupported model.

@@ -1,11 +1,10 @@
 """Dialogues -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
 
-A global batch is a sample of the epoch's dialogues that all but fills ``batch_tokens``. It is split over
-``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
-ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
-To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/core/attention.py). Where a
-mask is needed (held-out chains), rows are as long as the longest dialogue and shorter ones share a row, which keeps the
-mask's square small.
+A global batch is a sample of the epoch's dialogues that nearly fills ``batch_tokens``. It is split over
+``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on the number
+of ranks. A micro-batch is packed: each dialogue attends only to itself and counts its positions from 0. In training it
+is one row without padding (train/core/attention.py). For held-out chains, which need a mask, rows are as long as the
+longest dialogue and shorter dialogues share a row, which keeps the mask small.
 """
 
 from __future__ import annotations
@@ -32,13 +31,16 @@ if TYPE_CHECKING:
 Source: TypeAlias = "FeatureStore | OnlineFeatures"
 
 # For a GPU a step's features (64 MB at 8,192 tokens of 4,096 values) are copied twice: out of the file, then into
-# page-locked memory. One thread may not do that as fast as the GPU takes steps.
+# page-locked memory. One thread may be slower at that than the GPU at training.
 READERS = 4
-OPEN_BATCHES = 32  # that a dialogue may still be put into: more fill hardly better
+OPEN_BATCHES = 32  # batches that still take dialogues; more of them are hardly filled better
+
+
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Span(NamedTuple):
-    """Where a dialogue of the store lies in a packed batch."""
+    """The place of a store's dialogue in a packed batch."""
 
     row: int
     start: int
@@ -57,7 +59,8 @@ class Batch:
         taps: ``{layer: [R, L, H]}``.
         position_ids: int64 ``[R, L]``, from 0 in each dialogue.
         segments: int64 ``[R, L]``, which dialogue of the row a token belongs to; -1 for padding.
-        spans: where each dialogue lies.
+        spans: the place of each dialogue.
+        rows: int64 ``[n]``, flat indices into ``[R * L]`` of the trained positions, once a task has chosen them.
     """
 
     input_ids: Tensor
@@ -67,6 +70,7 @@ class Batch:
     position_ids: Tensor
     segments: Tensor
     spans: list[Span]
+    rows: Tensor = NONE
 
     @property
     def tokens(self) -> int:
@@ -74,21 +78,21 @@ class Batch:
         return sum(span.length for span in self.spans)
 
     def shifted(self, values: Tensor, by: int) -> Tensor:
-        """``values[i + by]`` at index i ``[R, L]``; 0 or False where i + by lies in another dialogue or outside."""
+        """``values[i + by]`` at index i ``[R, L]``; 0 or False if i + by is in another dialogue or outside."""
         return shift(values, by, self.segments)
 
     def attention_mask(self) -> Tensor | None:
-        """bool ``[R, 1, L, L]``: causal within each dialogue; None where plain causal attention does the same."""
+        """bool ``[R, 1, L, L]``: causal within each dialogue; None if plain causal attention is the same."""
         if all(span.start == 0 for span in self.spans):
-            return None  # one dialogue a row, padding only on the right, where no dialogue looks
+            return None  # one dialogue per row; padding only on the right, which no dialogue sees
         return dialogue_mask(self.segments).unsqueeze(1)
 
     def attention(self) -> Dialogues | Tensor | None:
-        """What ``attention_mask`` says, for a head with ``use_dialogue_attention``."""
+        """The same as ``attention_mask``, for a head with ``use_dialogue_attention``."""
         return Dialogues(self.dialogue_lengths()) if self.spans else self.attention_mask()
 
     def dialogue_lengths(self) -> list[list[int]]:
-        """Of each row's dialogues, from its beginning; without spans a row is one."""
+        """Lengths of each row's dialogues, from its beginning; without spans a row is one dialogue."""
         if not self.spans:
             return [[self.segments.shape[1]] for _ in self.segments]
         lengths: list[list[int]] = [[] for _ in self.segments]
@@ -116,7 +120,7 @@ class Batch:
 
 
 def complete(store: Source, batch: Batch, taps: tuple[int, ...]) -> Batch:
-    """``batch`` with its features: they are there already unless the target has yet to compute them."""
+    """``batch`` with its features, which an online run's target computes now."""
     return batch if isinstance(store, FeatureStore) else store.complete(batch, taps)
 
 
@@ -128,7 +132,7 @@ def dialogue_mask(segments: Tensor) -> Tensor:
 
 
 def shift(values: Tensor, by: int, segments: Tensor) -> Tensor:
-    """``values[i + by]`` at index i ``[R, L]``; 0 or False where i + by lies in another dialogue or outside."""
+    """``values[i + by]`` at index i ``[R, L]``; 0 or False if i + by is in another dialogue or outside."""
     shifted = torch.roll(values, -by, dims=1)
     inside = torch.roll(segments, -by, dims=1) == segments
     inside[:, max(0, inside.shape[1] - by) :] = False
@@ -152,9 +156,9 @@ def pack(lengths: list[int]) -> list[list[int]]:
 
 
 def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False) -> Batch:
-    """Read dialogues from the store into one packed batch; ``complete`` may have to add the features.
+    """Read dialogues from the store into one packed batch; ``complete`` may add the features.
 
-    ``taps``: the layers wanted of what the store holds. ``one_row``: a single row, without padding.
+    ``taps``: layers whose states to read. ``one_row``: a single row, without padding.
     """
     items = [store[index] for index in dialogues]
     lengths = [len(item.input_ids) for item in items]
@@ -191,7 +195,7 @@ def collate_or_stand_in(
 ) -> Batch:
     """``collate``; an empty share becomes the shortest of ``dialogues`` with an empty loss mask.
 
-    A rank without work still has to take part in the collectives, and must add nothing to the sums.
+    A rank without work must still take part in the collectives, and add nothing to the sums.
     """
     if share:
         return collate(store, share, taps, one_row)
@@ -210,9 +214,9 @@ class Position:
 def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """The global batches of one epoch: every dialogue once, at most ``batch_tokens`` tokens a batch.
 
-    The epoch's shuffle is taken dialogue by dialogue, each into the fullest open batch that it fits: a batch is a
-    random sample and still all but full. A dialogue longer than ``batch_tokens`` is a batch of its own.
-    A saved place in the data counts these batches: where they change, ``run_files.PACKING`` does.
+    The dialogues are shuffled, and each goes into the fullest open batch that it fits, so a batch is a random sample
+    and still nearly full. A dialogue longer than ``batch_tokens`` is a batch of its own. A saved position counts these
+    batches: a change of them must raise ``PACKING`` in train/run/files.py.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     batches: list[list[int]] = []
@@ -230,18 +234,20 @@ def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) 
         if len(free) > OPEN_BATCHES:
             free.pop(0)
     fill_emptiest(batches, lengths)
-    # A batch that waited long for its last dialogue was begun early: not the order to train in.
+    # Shuffled again, because a batch that was hard to fill was opened early.
     return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 def fill_emptiest(batches: list[list[int]], lengths: list[int]) -> None:
-    """Move dialogues from the fullest batches to the emptiest until it has nine tenths of their tokens.
+    """Move dialogues from the fullest batches to the emptiest one until it has nine tenths of their tokens.
 
-    An epoch's last batch would else be a step on a few tokens, each of which counts as much as dozens of the others'.
+    Otherwise an epoch's last batch could be a step on few tokens, and each would count as much as dozens of others.
     """
     tokens = [sum(lengths[index] for index in batch) for batch in batches]
     emptiest = sorted((count, place) for place, count in enumerate(tokens))
-    fullest = sorted((-count, place) for count, place in emptiest if len(batches[place]) > 1)  # that can be divided
+    fullest = sorted(
+        (-count, place) for count, place in emptiest if len(batches[place]) > 1
+    )  # those of several dialogues
     while fullest:
         empty, full = emptiest[0][1], fullest[0][1]
         gap = tokens[full] - tokens[empty]
@@ -296,11 +302,11 @@ class TrainData:
         store: the training features, or dialogues whose features are computed.
         config: the run's.
         ranks: this process among its peers.
-        pin: the reader copies into page-locked memory, which a GPU fetches from while the host goes on.
+        pin: copy into page-locked memory, from which a GPU reads while the host continues.
 
     Attributes:
-        check: is told what is read, by any rank.
-        rewrite: gives the step at a position other texts, before their features are computed.
+        check: gets the dialogues that any rank reads.
+        rewrite: replaces texts of a step, before their features are computed.
     """
 
     check: ShardCheck | None = None
@@ -319,10 +325,10 @@ class TrainData:
         return sum(len(self.epoch(number)) for number in range(epochs))
 
     def steps(self, position: Position) -> Generator[StepData, None, None]:
-        """Steps from ``position`` on; threads read the next ones while the current one is trained on.
+        """Steps from ``position`` on; threads read the next ones during the current one.
 
-        Features that the target computes are computed here, in the caller's thread: target and head share the device,
-        so side by side neither would be faster, and a step's memory would be needed twice.
+        An online run's target computes its features here, in the caller's thread: target and head share the device, so
+        running them in parallel would save no time and need the memory of two steps.
         """
         ahead = READERS if self.pin else 1
         with ThreadPoolExecutor(ahead) as readers:

@@ -1,8 +1,7 @@
-"""The checksum of each shard that a run reads, once and beside the training: a flipped bit would be trained on unseen.
+"""Verify the checksum of each shard that a run reads, once, in parallel to the training.
 
-Opening a store compares sizes and headers; its content would take minutes. So a shard is checked from when a dialogue
-of it is first read, by a thread (hashing holds no lock of Python's), and every checkpoint waits until the shards that
-it was made from are known to be sound.
+Opening a store compares only sizes and headers, because hashing the content takes minutes. A thread hashes a shard
+(without Python's lock) once a dialogue of it is read. Every checkpoint waits for the shards that it was trained on.
 """
 
 import threading
@@ -16,26 +15,26 @@ from data_prep.store.manifest import ShardEntry
 from data_prep.store.reader import FeatureStore, is_whole
 from train.core.runtime import Ranks, local_ranks
 
-QUIET = 5.0  # seconds of waiting that need no explanation
-BETWEEN = 60.0  # seconds from one question among the ranks to the next
+QUIET = 5.0  # seconds of waiting without a message
+BETWEEN = 60.0  # seconds between two collectives while ranks wait
 
 
 class ShardCheck:
-    """The shards of ``stores`` (those of other sources are not checked, if they have any), for a run on ``ranks``.
+    """The shards of ``stores``, as far as they are feature stores.
 
-    Every rank is told of the same dialogues, so that the ranks of a machine share the shards.
+    Every rank gets the same dialogues, so the ranks of a machine share the shards.
     """
 
     def __init__(self, stores: Sequence[object], ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._shards: list[tuple[FeatureStore, ShardEntry]] = []
-        self._begin: dict[str, int] = {}  # of each store's shards in that list
+        self._begin: dict[str, int] = {}  # by store, the index of its first shard in that list
         for store in stores:
             if isinstance(store, FeatureStore) and str(store.path) not in self._begin:
                 self._begin[str(store.path)] = len(self._shards)
                 self._shards += [(store, entry) for entry in store.manifest.shards]
         self._parts = local_ranks(1)
-        # Not by LOCAL_RANK, which is 0 for all where each process sees one GPU: shards would be left to nobody.
+        # LOCAL_RANK is 0 for all processes if each sees one GPU, so it cannot share the shards out.
         self._part = ranks.rank % self._parts
         self._asked: set[int] = set()
         self._broken: set[int] = set()
@@ -44,7 +43,7 @@ class ShardCheck:
         self._running: list[Future[None]] = []
 
     def first_read(self, store: object, dialogues: Iterable[int]) -> None:
-        """Begin to check the shards of ``dialogues``, which are about to be read, unless that was begun before."""
+        """Begin to check the shards of ``dialogues``, which are about to be read, once for each shard."""
         if not isinstance(store, FeatureStore) or str(store.path) not in self._begin:
             return
         numbers = {self._begin[str(store.path)] + shard for shard in store.shards_of(dialogues)}
@@ -56,15 +55,15 @@ class ShardCheck:
 
     @property
     def broken(self) -> int:
-        """How many shards this rank has found broken so far."""
+        """Number of shards that this rank has found broken so far."""
         return len(self._broken)
 
     def wait(self, say: Callable[[str], object]) -> None:
-        """Wait until all ranks have checked all shards read so far; ``say`` is told if that takes long. A collective.
+        """Wait until all ranks have checked all shards read so far; ``say`` prints if that takes long. A collective.
 
-        Ranks ask each other again and again: no collective would wait for as long as hashing a large store may take.
+        It is repeated every minute, because hashing a large store may exceed the timeout of a collective.
         """
-        with self._lock:  # what the readers, who are ahead, begin meanwhile is for the next to wait for
+        with self._lock:  # the next call waits for the shards that readers begin meanwhile
             running, self._running = self._running, []
         _, left = wait(running, timeout=QUIET)
         if left:
@@ -73,7 +72,7 @@ class ShardCheck:
             _, left = wait(left, timeout=BETWEEN)
 
     def problems(self) -> str:
-        """What is wrong with the shards checked so far, of all ranks and alike on each; "" if nothing. A collective."""
+        """An error message about broken shards of all ranks, the same on each; "" if all are sound. A collective."""
         if not self._shards:
             return ""
         flags = torch.zeros(len(self._shards), dtype=torch.int64, device=self._device)
@@ -97,6 +96,6 @@ class ShardCheck:
         sound = False
         try:
             sound = is_whole(store.path, entry)
-        finally:  # nobody asks for this thread's exceptions: none may pass for a sound shard
+        finally:  # this thread's exceptions are not read, and an unreadable shard is not sound
             if not sound:
                 self._broken.add(number)

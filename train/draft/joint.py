@@ -1,9 +1,8 @@
-"""A target that is tuned together with the heads that draft for it (Medusa-2): as it is trained, and what is saved of
-it."""
+"""A target that is tuned together with its Medusa heads (Medusa-2): the module, and its exports."""
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +13,20 @@ from drafters.common.paths import ADAPTER_CONFIG_FILE
 from drafters.hub.checkpoint import TargetIdentity
 from drafters.methods.medusa import MedusaHeads
 from drafters.model.files import load_bare_tokenizer, model_fingerprint
+from train.configs import MedusaConfig
 from train.core.attention import NAME, Dialogues
 from train.draft.module import DraftModule, causal_module, load_weights
 
-if TYPE_CHECKING:
-    from train.medusa import MedusaConfig
-
-TARGET, HEADS = "target.", "heads."  # how the names of the module's weights begin
+TARGET, HEADS = "target.", "heads."  # prefixes of the module's weights
 
 
 class JointModule(nn.Module):
-    """The target between token ids and its LM head, whole or with LoRA, and heads on what it gives.
+    """The target from token ids up to its LM head, whole or with LoRA, and the heads on its features.
 
-    Its embedding and its LM head stay as they are: the heads draft through the same one.
+    Embeddings and LM head are frozen, because the heads draft through the same LM head.
 
     Raises:
-        ValueError: LoRA beside the LM head or the embedding, or not beside what a target's fingerprint is taken of.
+        ValueError: LoRA on the LM head or the embeddings, or not on the weights of a target's fingerprint.
     """
 
     def __init__(self, target: DraftModule, heads: MedusaHeads) -> None:
@@ -46,28 +43,28 @@ class JointModule(nn.Module):
                 f"joint.lora.targets names {ends[0]}, and embedding and LM head stay as they are; leave it out"
             )
         last = f"layers.{base.config.num_hidden_layers - 1}.self_attn.o_proj."
-        if not any(last in name for name in trained):  # else the tuned target would pass for the one that it was
-            raise ValueError("joint.lora.targets leaves o_proj out, by which targets are told apart; add it")
+        if not any(last in name for name in trained):  # else both targets would have the same fingerprint
+            raise ValueError("joint.lora.targets leaves o_proj out, which the fingerprint of a target needs; add it")
 
     @property
     def export_bytes(self) -> int:
-        """Of the tuned target, as it is saved, and of the heads."""
+        """Bytes of the saved target and heads."""
         base = self.target.base
         target, heads = (sum(weights.numel() for weights in part.parameters()) for part in (base, self.heads))
         return int(target * stored_dtype(base.config).itemsize + 2 * heads)
 
     def lm_heads(self) -> list[nn.Linear]:
-        """The heads have none of their own."""
+        """The heads have no LM heads of their own."""
         return []
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | Tensor | None = None) -> Tensor:
-        """Ids and positions ``[R, L]`` -> what target and heads give to the LM head ``[R, L, 1 + K, H]``."""
+        """Ids and positions ``[R, L]`` -> outputs of target and heads ``[R, L, 1 + K, H]``, before the LM head."""
         features = self.target(input_ids, position_ids, mask)
         return torch.cat([features[..., None, :], self.heads(features)], dim=-2)
 
 
 def joint_module(
-    config: "MedusaConfig", shape: PretrainedConfig, heads: MedusaHeads, attention: str = NAME
+    config: MedusaConfig, shape: PretrainedConfig, heads: MedusaHeads, attention: str = NAME
 ) -> JointModule:
     """The module of a run, with random weights; ``shape``: the target's configuration."""
     assert config.joint is not None
@@ -76,15 +73,13 @@ def joint_module(
 
 
 def of_part(weights: dict[str, Tensor], part: str) -> dict[str, Tensor]:
-    """The weights of TARGET or of HEADS, by their names there."""
+    """The weights of TARGET or HEADS, without the prefix."""
     return {name.removeprefix(part): value for name, value in weights.items() if name.startswith(part)}
 
 
-def tuned_target(config: "MedusaConfig", shape: PretrainedConfig, weights: dict[str, Tensor]) -> DraftModule:
-    """The target with what ``weights`` of a ``JointModule`` have of it that was trained, on the CPU, in float32.
-
-    The rest is read from the target's files once more, as exact as it is there.
-    """
+def tuned_target(config: MedusaConfig, shape: PretrainedConfig, weights: dict[str, Tensor]) -> DraftModule:
+    """The tuned target on the CPU in float32: trained weights from a ``JointModule``'s ``weights``, the others from the
+    target's files."""
     with torch.random.fork_rng(devices=[]):
         heads = MedusaHeads(shape, config.heads, config.layers, own_lm_heads=False)
         module = joint_module(config, shape, heads, attention="sdpa").target
@@ -97,12 +92,13 @@ def tuned_target(config: "MedusaConfig", shape: PretrainedConfig, weights: dict[
 
 
 def export_tuned(
-    config: "MedusaConfig", shape: PretrainedConfig, weights: dict[str, Tensor], provenance: dict[str, Any]
+    config: MedusaConfig, shape: PretrainedConfig, weights: dict[str, Tensor], provenance: dict[str, Any]
 ) -> TargetIdentity:
-    """Write the tuned target into ``target/`` of the run folder, over an older one if any; with LoRA, its matrices
-    alone into ``adapter/``, too. Returns what the heads' checkpoint is to say of the tuned target.
+    """Write the tuned target into ``target/`` of the run folder, with LoRA also its adapter into ``adapter/``.
 
-    A process killed on the way leaves older ones, new ones, or folders that do not load.
+    Return the identity of the tuned target, for the heads' checkpoint.
+
+    A process killed meanwhile leaves older ones, new ones, or folders that do not load.
     """
     assert config.joint is not None
     module = tuned_target(config, shape, weights)
@@ -116,7 +112,7 @@ def export_tuned(
     model.config.tuned_from = {"name": base["name"], "fingerprint": base["fingerprint"]}
     with replacing_files(config.tuned_folder, last=("config.json", "training.json")) as folder:
         model.save_pretrained(folder)
-        with contextlib.suppress(ValueError):  # token ids in, token ids out: a model may come without one
+        with contextlib.suppress(ValueError):  # a model may have no tokenizer
             load_bare_tokenizer(config.target, config.revision).save_pretrained(folder)
         (folder / "README.md").write_text(card(config, provenance), encoding="utf-8")
         replace_json(folder / "training.json", provenance)
@@ -124,7 +120,7 @@ def export_tuned(
 
 
 def identity(model: PreTrainedModel, name: str) -> TargetIdentity:
-    """What a checkpoint says of ``model``, to be loaded from ``name``."""
+    """The identity of ``model``, saved in ``name``, for a checkpoint."""
     body, config = model.model, model.config
     return TargetIdentity(
         name=name,
@@ -136,12 +132,12 @@ def identity(model: PreTrainedModel, name: str) -> TargetIdentity:
 
 
 def stored_dtype(shape: PretrainedConfig) -> torch.dtype:
-    """What a target's configuration says that its files hold."""
+    """The dtype of a target's files, by its configuration."""
     found = getattr(shape, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
-def card(config: "MedusaConfig", provenance: dict[str, Any]) -> str:
+def card(config: MedusaConfig, provenance: dict[str, Any]) -> str:
     """The model card."""
     training, base = provenance["training"], Path(provenance["target"]["name"]).name
     how = "all layers" if config.joint is None or config.joint.lora is None else f"LoRA of rank {config.joint.lora.r}"

@@ -1,4 +1,4 @@
-"""A causal LM as it is trained: its layers over packed dialogues, up to what its LM head takes; whole, or by LoRA."""
+"""A causal LM in training: its layers on packed dialogues, up to its LM head, whole or with LoRA."""
 
 import copy
 from typing import Any
@@ -14,16 +14,16 @@ from train.core.attention import NAME, Dialogues
 from train.core.config import Lora
 from train.core.lora import load_base, with_lora
 
-PROBE = 4  # tokens of each of the two dialogues that a module is tried on
+PROBE = 4  # tokens of each of the two dialogues that check a module
 
 
 class DraftModule(nn.Module):
-    """A draft model (or a target that is tuned) between token ids and its LM head.
+    """A draft model (or a tuned target) from token ids up to its LM head.
 
     Args:
-        model: transformers' own model, whose layers are called one by one.
-        lora: freeze it, and add matrices of low rank.
-        name: what an adapter says that it is for.
+        model: transformers' model, whose layers are called one by one.
+        lora: freeze it, and add low-rank matrices.
+        name: of the base model, for the adapter's config.
 
     Attributes:
         model: the model, or peft's model around it.
@@ -41,12 +41,12 @@ class DraftModule(nn.Module):
 
     @property
     def lm_head(self) -> nn.Linear:
-        """What the output goes through."""
+        """The LM head that the output enters."""
         head: nn.Linear = self.base.get_output_embeddings()
         return head
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | Tensor | None = None) -> Tensor:
-        """Ids and positions ``[R, L]`` -> what the LM head takes, ``[R, L, h]``; row i is about token i + 1."""
+        """Ids and positions ``[R, L]`` -> inputs of the LM head, ``[R, L, h]``; row i is about token i + 1."""
         body = self.base.model
         hidden = body.embed_tokens(input_ids)
         angles = body.rotary_emb(hidden, position_ids)
@@ -56,11 +56,11 @@ class DraftModule(nn.Module):
         return normed
 
     def load_base(self, weights: dict[str, Tensor]) -> None:
-        """Give transformers' model its weights, by its own names."""
+        """Load the weights of transformers' model, by its own names."""
         load_base(self.base, weights)
 
     def merged(self) -> PreTrainedModel:
-        """transformers' model with what LoRA adds in its weights; the module is of no use afterwards."""
+        """transformers' model with LoRA merged into its weights; this module must not be used afterwards."""
         found: PreTrainedModel = self.model if self.lora is None else self.model.merge_and_unload()
         return found
 
@@ -88,7 +88,7 @@ def causal_module(
     what, config = f"{key}: {name}", copy.deepcopy(config)
     if any(sliding_windows(config)):
         raise ValueError(
-            f"{what} has layers with a sliding window, which training on packed dialogues does not keep; choose one "
+            f"{what} has layers with a sliding window, which training on packed dialogues ignores; choose one "
             "without (sliding_window: null)"
         )
     model = AutoModelForCausalLM.from_config(
@@ -98,9 +98,9 @@ def causal_module(
         raise ValueError(f"{what} ({type(model).__name__}) has no {', '.join(missing)}; use {SUPPORTED}")
     if model.get_output_embeddings().bias is not None:
         raise ValueError(f"{what} has an LM head with a bias, which would not be trained; use {SUPPORTED}")
-    if getattr(config, "final_logit_softcapping", None):  # small logits would hide it
+    if getattr(config, "final_logit_softcapping", None):  # not visible in small logits
         raise ValueError(f"{what} caps its logits after the LM head; use {SUPPORTED}")
-    if torch._guards.detect_fake_mode() is not None:  # an estimate, in which peft fails and would change little
+    if torch._guards.detect_fake_mode() is not None:  # an estimate, in which peft fails
         lora = None
     module = DraftModule(model, lora, name)
     if attention == NAME:
@@ -110,8 +110,8 @@ def causal_module(
 
 @torch.no_grad()
 def check_packed(module: DraftModule, config: PretrainedConfig, key: str) -> None:
-    """Let the layers take ``Dialogues``, and raise ValueError unless two in a row give what transformers' own forward
-    gives for each."""
+    """Let the layers take ``Dialogues``, and raise ValueError unless two packed dialogues give the same as
+    transformers' forward of each."""
     ids, positions = torch.arange(2 * PROBE)[None] % config.vocab_size, torch.arange(PROBE)[None]
     module.base.config._attn_implementation = NAME
     training = module.training
@@ -132,18 +132,18 @@ def check_packed(module: DraftModule, config: PretrainedConfig, key: str) -> Non
     gap, scale = (together - expected).abs().max().item(), expected.abs().max().item()
     if not gap <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * scale:
         raise ValueError(
-            f"{key} of model_type {config.model_type!r} gives something else on packed dialogues (off by "
+            f"{key} of model_type {config.model_type!r} gives another result on packed dialogues (off by "
             f"{gap:.2g}, values up to {scale:.2g}); use {SUPPORTED}"
         )
 
 
 def load_weights(module: DraftModule, name: str, revision: str | None = None) -> None:
-    """Read the weights of the model ``name`` into its module, and which tokens end its answers.
+    """Read the weights and the generation config of the model ``name`` into its module.
 
     Raises:
         ValueError: nothing loadable there.
     """
-    disable_progress_bar()  # transformers' own: there is one already, the training's
+    disable_progress_bar()  # transformers' own, beside the training's
     found, _ = load_model(name, "float32", "cpu", revision, None, (0, 0))
     module.load_base(found.state_dict())
     module.base.generation_config = found.generation_config

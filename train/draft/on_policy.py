@@ -1,9 +1,9 @@
-"""On-policy text: answers that the draft model itself samples, in the place of the dialogues' own (DistillSpec, Zhou et
-al. 2023: its mixture of fixed and on-policy data).
+"""On-policy text: answers sampled by the draft model replace the dialogues' own (DistillSpec, Zhou et al. 2023: its
+mixture of fixed and on-policy data).
 
-A dialogue that is chosen keeps its text up to its first answer; what follows is sampled, and is no longer than what it
-replaces, so that the batches stay those of the fixed text. Which are chosen, and what is drawn, follows from the seed,
-the epoch, the dialogues, the ranks and the weights alone.
+A chosen dialogue keeps its text up to its first answer. The sampled rest is at most as long as the replaced text, so
+the batches stay the same. The choice and the samples depend only on the seed, the epoch, the dialogues, the ranks and
+the weights.
 """
 
 import gc
@@ -19,14 +19,14 @@ from drafters.loop.call import eos_ids
 from drafters.loop.generate import generate
 from drafters.methods import make_drafter
 from drafters.model.target import TargetModel
+from train.configs import OnPolicy
 from train.data.online import OnlineFeatures
 from train.data.packing import Batch, Position, StepData, TrainData, collate
-from train.draft.options import OnPolicy
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Dialogues by their place in the store, as ``collate`` reads them."""
+    """Dialogues by their index in the store, for ``collate``."""
 
     dialogues: dict[int, StoredDialogue]
 
@@ -35,13 +35,13 @@ class Texts:
 
 
 class OnPolicyText:
-    """Answers for the next ``options.every`` steps at once, by the weights that the draft model has then.
+    """Samples the answers of the next ``options.every`` steps together, with the current weights.
 
     Args:
         options: the config's ``on_policy``.
-        data: the run's batches, of dialogues whose features are computed afterwards.
-        draft_model: makes a draft model of the present weights; every rank calls it in the same step.
-        step: the number of steps taken so far.
+        data: the run's batches, before their features are computed.
+        draft_model: makes a draft model of the current weights; a collective.
+        step: returns the number of steps so far.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class OnPolicyText:
         assert isinstance(data.store, OnlineFeatures)
         self.options, self.data, self.store, self.draft_model, self.step = options, data, data.store, draft_model, step
         self._answers: dict[tuple[int, int], list[int]] = {}  # by epoch and dialogue
-        self._until = 0  # the first step without any
+        self._until = 0  # the first step without answers
 
     def rewrite(self, position: Position, given: StepData) -> list[Batch]:
-        """The batches of the step at ``position`` with what the draft model answers."""
+        """The batches of the step at ``position``, with the draft model's answers."""
         step, every = self.step(), self.options.every
-        if step >= self._until or step % every == 0:  # also where a run goes on
+        if step >= self._until or step % every == 0:  # also after a resume
             self._until = step - step % every + every
             self._renew(position, self._until - step)
         return [self._rewritten(batch, given.epoch) for batch in given.batches]
@@ -71,7 +71,7 @@ class OnPolicyText:
             self._answer(model, position, steps)
         finally:
             del model
-            gc.collect()  # its parts know it, and it them: on a GPU the next one would find no room
+            gc.collect()  # reference cycles would hold its GPU memory
 
     def _answer(self, model: TargetModel, position: Position, steps: int) -> None:
         wanted = []

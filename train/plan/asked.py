@@ -1,25 +1,25 @@
-"""What there is to start from without dialogues: questions that the target asks itself, by a sample of them."""
+"""Without dialogues: let the target ask itself a sample of questions, and estimate how many it can ask."""
 
 import time
 from itertools import islice
 
+from data_prep.answers.questions import Asked, draw
 from data_prep.common.ranks import Rank
+from data_prep.configs import MagpieConfig
 from data_prep.dialogues.reader import DroppedError
-from data_prep.magpie import MagpieConfig
-from data_prep.magpie_run import Asked, draw
 from drafters import TargetModel, make_drafter
 from drafters.config import validate
 from train.plan.configs import magpie
 from train.plan.facts import Data, Machine, Model, Rates
 
-QUESTIONS = 32  # of the sample: kept ones; it is over after three times as many drawn ones
+QUESTIONS = 32  # usable questions in the sample, from at most three times as many
 
 
 class Sample:
-    """Asks a few questions, as ``measure`` wants its prompts; afterwards it knows how long one takes.
+    """Lets the target ask a few questions, which are the prompts of ``measure``.
 
-    Attributes (once it was called):
-        asking: seconds of a question that is kept. question: tokens of a prompt, on average.
+    Attributes (after the call):
+        asking: seconds per usable question. question: mean tokens of a prompt.
     """
 
     def __init__(self, model: Model, machine: Machine) -> None:
@@ -27,18 +27,14 @@ class Sample:
         self.asking = self.question = 0.0
 
     def __call__(self, target: TargetModel, rows: int) -> list[list[int]]:
-        """The prompts of what was asked.
-
-        Raises:
-            ValueError: the target asks nothing that could be answered.
-        """
+        """The prompts of the questions; raises ValueError if too few are usable."""
         prompts = self._ask(target, rows)
         self.question = sum(map(len, prompts)) / len(prompts)
         return prompts
 
     def _ask(self, target: TargetModel, rows: int) -> list[list[int]]:
         chat, name = self.model.chat, self.model.name
-        values, _ = magpie(self.model, self.machine, min(rows, QUESTIONS // 2), "-", QUESTIONS, None)
+        values, _ = magpie(self.model, min(rows, QUESTIONS // 2), "-", QUESTIONS, None)
         config = validate(MagpieConfig, values, "the sample")
         try:
             prompt, mark = chat.question_prompt()
@@ -62,7 +58,7 @@ class Sample:
         return [chat.prompt([{"role": "user", "content": question}])[0] for question in questions]
 
     def data(self, source: str, minutes: float, rates: Rates) -> Data:
-        """As many dialogues as could be asked and answered in that time, the questions to be written to ``source``."""
+        """The dialogues that the target can ask and answer in that time; the questions will be in ``source``."""
         count = max(1, int(60 * minutes / (self.asking + rates.answer / rates.many)))
         lengths = f"{self.question:.0f} and {rates.answer:.0f} tokens"
         read = f"no --data: the target asks itself; {QUESTIONS} questions and their answers have {lengths} on average"

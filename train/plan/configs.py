@@ -1,20 +1,21 @@
-"""The config of every step as YAML, each setting with its reason, most of them from docs/smollm2-training.md."""
+"""The config of every step of train.start as YAML, each key with its reason, from docs/smollm2-training.md."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from drafters.hub.declared import Recipe
-from drafters.methods import drafter_class
+from train.configs import schema_of
 from train.plan.facts import Data, Machine, Model
 
 ASKED = 192  # most tokens of a question
-FORWARD = 4096  # tokens of one forward that features are taken from
-SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
-LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2-training.md
-SHORT = 30  # minutes of training, below which small steps over the most frequent tokens were seen to learn more
+FORWARD = 4096  # tokens of one forward of the target that features are taken from
+SMALL = 1024  # hidden size up to which the learning rates measured here hold; the papers' targets begin at 4,096
+LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # tokens, of SmolLM2's 49,152: docs/smollm2-training.md
+SHORT = 30  # minutes of training below which small steps over the most frequent tokens learnt more
 
 Reasons = Mapping[str, str]
+Page = tuple[dict[str, Any], Reasons]
 
 
 def page(title: str, command: str, values: Mapping[str, Any], reasons: Reasons) -> str:
@@ -22,33 +23,24 @@ def page(title: str, command: str, values: Mapping[str, Any], reasons: Reasons) 
     lines = [f"# {title}", f"#   {command}"]
     for key, value in values.items():
         line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
-        lines.append(f"{line:<32}# {reasons[key]}" if key in reasons else line)
+        lines.append(f"{line:<32}# {reasons[key]}" if reasons.get(key) else line)
     return "\n".join(lines) + "\n"
 
 
-def magpie(
-    model: Model, machine: Machine, rows: int, out: str, count: int, minutes: float | None
-) -> tuple[dict[str, Any], Reasons]:
+def magpie(model: Model, rows: int, out: str, count: int, minutes: float | None) -> Page:
     """data_prep.magpie's."""
-    values = {
-        "target": model.name,
-        "out": out,
-        "count": count,
-        "batch": rows,
-        "max_new_tokens": max(2, min(ASKED, model.longest // 4)),
-        "temperature": 0.9,
-        "top_k": 100,
-        "seed": 0,
-    }
+    limit = {} if minutes is None else {"minutes": max(round(minutes, 2), 0.1)}
+    most = max(2, min(ASKED, model.longest // 4))
+    values = {"target": model.name, "out": out, "count": count, "batch": rows, "max_new_tokens": most}
     reasons = {
         "count": "as many as there is time for",
-        "max_new_tokens": "a question that has not ended by then is dropped",
-        "temperature": "higher: questions of more kinds, and more that make no sense",
+        "max_new_tokens": "a longer question is dropped",
+        "temperature": "higher: more kinds of questions, and more without sense",
     }
-    return values | ({} if minutes is None else {"minutes": max(round(minutes, 2), 0.1)}), reasons
+    return values | {"temperature": 0.9, "top_k": 100, "seed": 0} | limit, reasons
 
 
-def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: float) -> tuple[dict[str, Any], Reasons]:
+def regenerate(model: Model, rows: int, out: str, minutes: float) -> Page:
     """data_prep.regenerate's."""
     values = {
         "source": f"{out}/split/train.jsonl",
@@ -63,43 +55,39 @@ def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: flo
     }
     reasons = {
         "out": "the target's own answers: acceptance is 28% higher at the first token, docs/smollm2-training.md",
-        "batch": "as many keys and values as a quarter of the free memory holds, at most 64 dialogues",
-        "minutes": "what is not answered by then is left out",
-        "max_new_tokens": "longer answers would be fewer ones, and new dialogues help most",
+        "batch": "keys and values fill a quarter of the free memory, at most 64 dialogues",
+        "minutes": "questions not answered by then are left out",
+        "max_new_tokens": "longer answers would be fewer, and new dialogues help most",
     }
     return values, reasons
 
 
-def features(model: Model, machine: Machine, out: str, splits: dict[str, str], int8: bool, taps: list[int]) -> Any:
+def features(model: Model, out: str, splits: dict[str, str], int8: bool, taps: list[int]) -> Page:
     """data_prep.features'."""
-    values: dict[str, Any] = {"target": model.name, "splits": splits}
-    values |= {"out": f"{out}/features", "store_dtype": "int8"} if int8 else {"out": f"{out}/features"}
-    if taps:
-        values["exit_layers"] = taps
-    values |= {"max_length": model.longest, "batch_tokens": FORWARD}
-    reasons = {"store_dtype": "half the disk, which bf16 would fill", "exit_layers": "where Kangaroo's adapter begins"}
-    return values, reasons
+    values: dict[str, Any] = {"target": model.name, "splits": splits, "out": f"{out}/features"}
+    values |= {"store_dtype": "int8"} if int8 else {}
+    values |= {"exit_layers": taps} if taps else {}
+    reasons = {"store_dtype": "half the disk of bf16, which would be full", "exit_layers": "that the drafter reads"}
+    return values | {"max_length": model.longest, "batch_tokens": FORWARD}, reasons
 
 
 def small_vocabulary(model: Model) -> bool:
-    """Whether the loss and the drafts take the whole vocabulary: where few tokens are most of it."""
+    """Whether loss and drafts use the whole vocabulary, because the most frequent tokens would be most of it."""
     return bool(model.config.vocab_size <= 2 * DRAFT_VOCAB)
 
 
 def training(
-    method: str, model: Model, machine: Machine, out: str, splits: dict[str, str], online: bool, minutes: float
-) -> tuple[dict[str, Any], dict[str, str]]:
+    method: str, recipe: Recipe, model: Model, machine: Machine, out: str, splits: dict[str, str], online: bool,
+    minutes: float,
+) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
     """train/<method>.py's."""
     small, cpu = model.config.hidden_size <= SMALL, machine.device.type == "cpu"
     values: dict[str, Any] = {"target": model.name, "features": "online" if online else f"{out}/features"}
     if online:
-        data = {**splits, "max_length": model.longest, "target_batch_tokens": FORWARD}
-        values["data"] = data
+        values["data"] = {**splits, "max_length": model.longest, "target_batch_tokens": FORWARD}
     values |= {"out": f"{out}/{method}"}
-    kind: Any = drafter_class(method)
-    recipe: Recipe = kind.recipe
-    if "exit_layer" in kind.options.model_fields:
-        values["exit_layer"] = exit_layer(model)
+    if "exit_layer" in schema_of(method).model_fields:
+        values["exit_layer"] = max(1, min(3, int(model.config.num_hidden_layers) // 10))
     values |= {
         "minutes": round(minutes, 2),
         "batch_tokens": (2048 if minutes >= SHORT else 1024) if cpu else 8192,
@@ -109,32 +97,24 @@ def training(
     }
     reasons = {
         "features": "computed while it trains: the disk is too small for them" if online else "",
-        "exit_layer": "a tenth of the layers, three at most: what the paper and docs/smollm2-training.md have",
+        "exit_layer": "a tenth of the layers, at most three, as in the paper and docs/smollm2-training.md",
         "minutes": "the learning rate falls to 0 by then; more: minutes=..., with --resume",
-        "batch_tokens": "in a short run many small steps learn more" if cpu else "the papers' recipes in configs/",
+        "batch_tokens": "in a short run many small steps learn more" if cpu else "as the papers' recipes in configs/",
         "learning_rate": "docs/smollm2-training.md" if small else "the paper's; nothing larger was tried here",
-        "schedule": "acceptance rises each time that the learning rate falls",
+        "schedule": "acceptance rises when the learning rate falls",
+        "start": "fc is solved for: docs/training.md",
     }
-    if small:
-        values |= recipe.small
-        reasons["start"] = "the weights of fc start from a linear regression: docs/training.md"
+    values |= recipe.small if small else {}
     if not small_vocabulary(model):
         values |= {"loss_vocab": LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
-        if cpu and minutes < SHORT:
-            values |= recipe.short
+        values |= recipe.short if cpu and minutes < SHORT else {}
         reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2-training.md"
-        reasons["draft_vocab"] = "the most frequent tokens, of which decoding takes as many as it likes"
-    values |= {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}
-    return values, {key: reason for key, reason in reasons.items() if reason}
-
-
-def exit_layer(model: Model) -> int:
-    """After which layer Kangaroo's adapter begins."""
-    return max(1, min(3, int(model.config.num_hidden_layers) // 10))
+        reasons["draft_vocab"] = "the most frequent tokens; decoding may use fewer"
+    return values | {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}, reasons
 
 
 def drafting(method: str, model: Model, machine: Machine, out: str) -> dict[str, Any]:
-    """How what was trained decodes, as an entry of eval's configs."""
+    """The trained drafter, as an entry of eval's configs."""
     found: dict[str, Any] = {"drafter": method, "checkpoint": f"{out}/{method}"}
     if not small_vocabulary(model):
         found["draft_vocab"] = FREQUENT
@@ -143,7 +123,7 @@ def drafting(method: str, model: Model, machine: Machine, out: str) -> dict[str,
     return found
 
 
-def speed(model: Model, machine: Machine, out: str, prompts: str, count: int, rows: list[dict[str, Any]]) -> Any:
+def speed(model: Model, out: str, prompts: str, count: int, rows: list[dict[str, Any]]) -> Page:
     """eval.speed's."""
     values = {
         "target": {"path": model.name},
@@ -158,57 +138,52 @@ def speed(model: Model, machine: Machine, out: str, prompts: str, count: int, ro
     }
     reasons = {
         "prompts": "held out: nothing was trained on them",
-        "stock_generate": "its speed is no ground of any other figure; true shows it, too",
+        "stock_generate": "no other figure depends on its speed; true shows it, too",
     }
     return values, reasons
 
 
-def methods(method: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows: methods that need no training, and the trained drafter with the options of its recipe."""
-    kind: Any = drafter_class(method)
-    recipe: Recipe = kind.recipe
+def methods(recipe: Recipe, entry: dict[str, Any], follows: bool) -> list[dict[str, Any]]:
+    """The report's rows: methods without training, the trained drafter's, and a hybrid if it ``follows``."""
     rows: list[dict[str, Any]] = [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]
     rows += [{"label": label, **entry, **options} for label, options in recipe.rows.items()]
-    if kind.follows:
+    if follows:
         label, options = next(iter(recipe.rows.items()))
-        head = {**entry, **options}
-        rows.append({"label": f"hybrid of lookup and {label.split(',')[0]}", "drafter": "hybrid", "head": head})
+        name = f"hybrid of lookup and {label.split(',')[0]}"
+        rows.append({"label": name, "drafter": "hybrid", "head": {**entry, **options}})
     return rows
 
 
-def tune(model: Model, machine: Machine, out: str, prompts: str, entry: dict[str, Any], count: int) -> Any:
-    """eval.tune's, for a method whose recipe has ``knobs``."""
-    kind: Any = drafter_class(entry["drafter"])
-    recipe: Recipe = kind.recipe
-    values, _ = speed(model, machine, out, prompts, count, [{"label": next(iter(recipe.rows)), **entry}])
+def tune(recipe: Recipe, model: Model, out: str, prompts: str, entry: dict[str, Any], count: int) -> Page:
+    """eval.tune's, for a method whose drafts have options that depend on the target."""
+    label = next(iter(recipe.rows))
+    values, _ = speed(model, out, prompts, count, [{"label": label, **entry}])
     del values["stock_generate"]
     values |= {"out": f"{out}/tune", "knobs": dict(recipe.knobs), "start": dict(recipe.start)}
-    return values, {"prompts": "not those that the report measures"}
+    return values, {"prompts": "not those of the report"}
 
 
 def lossless(
-    model: Model, out: str, prompts: str, entry: dict[str, Any], begun: int, texts: int
-) -> tuple[dict[str, Any], Reasons]:
+    recipe: Recipe, model: Model, out: str, prompts: str, entry: dict[str, Any], begun: int, texts: int
+) -> Page:
     """eval.lossless'."""
-    kind: Any = drafter_class(entry["drafter"])
-    new = min(32, model.answer)
     values = {
         "target": {"path": model.name},
-        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | dict(kind.recipe.certified),
+        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | dict(recipe.certified),
         "prompts": {"file": prompts, "count": begun, "seed": 0, "max_prompt_tokens": model.longest - model.answer},
         "greedy_tokens": min(64, model.answer),
         "texts": texts,
-        "new_tokens": new,
+        "new_tokens": min(32, model.answer),
         "out": f"{out}/lossless",
     }
     reasons = {
-        "drafter": "a chain: always drafted, so that there is something to test",
-        "texts": "sampled; more see more",
+        "drafter": "always drafts, so that every step is a test",
+        "texts": "sampled; more texts reveal smaller differences",
     }
     return values, reasons
 
 
 def own_files(data: Data, out: str) -> dict[str, str]:
-    """The dialogues that are trained on and held out, by split."""
+    """The dialogues to train on and to hold out, by split."""
     folder = f"{out}/split" if data.own else f"{out}/answers"
     return {split: f"{folder}/{split}.jsonl" for split in ("train", "heldout")}

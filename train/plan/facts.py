@@ -1,4 +1,4 @@
-"""What there is to start from: the model, the dialogues, the machine, and how fast the one is on the other."""
+"""The facts that a plan is made from: the model, the dialogues, the machine, and its speed."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import free_bytes
+from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import load_tokenizer, sample_split
 from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
-from data_prep.features import FeaturesConfig
-from data_prep.features_run import make_headers
+from data_prep.extraction.headers import make_headers
 from drafters.common.precision import fast_dtype
 from drafters.common.threads import cpu_cores
 from drafters.common.wording import dtype_name
@@ -37,18 +37,21 @@ class Model:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values of one token, in two bytes each."""
+        """Bytes of one token's keys and values, two bytes each."""
         heads, width = head_sizes(self.config)
         return 2 * 2 * self.config.num_hidden_layers * heads * width
 
 
 @dataclass
 class Data:
-    """The dialogues: ``tokens`` and ``answers`` (tokens that belong to answers) of all, by a sample.
+    """The dialogues, their sizes estimated from a sample.
 
-    ``own``: the target gave the answers itself; else ``answered`` tells what there will be. ``seconds``: it took to
-    read them. ``some`` of them, tokenized: records of ``used`` dialogues. ``asking``: seconds that the target takes for
-    a question, where the questions are its own, too; the dialogues are then as many as there could be.
+    Attributes:
+        tokens, answers: of all dialogues, and those that belong to answers.
+        own: the answers are the target's own; if not, ``answered`` estimates them.
+        seconds: that reading took.
+        some, used: tokenized records, and the number of dialogues they come from.
+        asking: seconds per question if the target also asks; ``dialogues`` is then the possible number.
     """
 
     source: str
@@ -64,8 +67,7 @@ class Data:
     asking: float | None = None
 
     def answered(self, length: float, model: Model) -> "Data":
-        """The same questions with the target's own answers, of ``length`` tokens each, as far as a dialogue has room
-        for another one."""
+        """The same questions with the target's answers of ``length`` tokens, as many as fit into a dialogue."""
         turns, tokens, answers = 0, 0.0, 0.0
         for one in self.some:
             so_far = before = 0.0
@@ -82,7 +84,7 @@ class Data:
 
 @dataclass
 class Machine:
-    """Where all of it will run. ``memory``, ``disk``: bytes that are free."""
+    """This machine. ``memory``, ``disk``: free bytes."""
 
     device: torch.device
     gpus: int
@@ -94,11 +96,15 @@ class Machine:
 
 @dataclass
 class Rates:
-    """Tokens/s of the target, measured here and now, and bytes that it holds.
+    """Tokens/s of the target, measured here.
 
-    ``one``: decoding one text. ``many``: of answers, ``rows`` at once, ``answer`` tokens each. ``prefill``: of whole
-    dialogues; both on all GPUs, each for itself, of which one was measured. ``start``: seconds of a program's imports
-    and of loading the target. ``exact``: of a certificate, in float32.
+    Attributes:
+        one: decoding one text.
+        many, rows, answer: answering ``rows`` questions in parallel, with ``answer`` tokens each, on all GPUs.
+        prefill: forward of whole dialogues, on all GPUs.
+        start: seconds of a program's imports and of loading the target.
+        weights: bytes of the target.
+        exact: of the lossless test, in float32; None: not enough memory.
     """
 
     one: float
@@ -112,7 +118,7 @@ class Rates:
 
 
 def look_at_model(name: str) -> Model:
-    """Raises ValueError where it cannot be loaded, or has no chat template."""
+    """The target's configuration and chat template; raises ValueError if one is missing."""
     config = load_config_only(name)
     chat = load_tokenizer(name)
     context = getattr(config, "max_position_embeddings", None) or LONGEST
@@ -129,8 +135,8 @@ def look_at_data(source: str, model: Model) -> Data:
     sample = sample_split(source, model.chat, model.longest, SAMPLE)
     if sample.usable < FEWEST:
         raise ValueError(f"--data {source}: {sample.describe()}; at least {FEWEST} usable dialogues are needed")
-    asked = {"target": model.name, "splits": {"train": source}, "out": "-", "max_length": model.longest}
-    header = make_headers(validate(FeaturesConfig, asked, "--data"), model.chat)["train"]
+    asked = {"target": model.name, "splits": {"train": source}, "max_length": model.longest}
+    header = make_headers(validate(FeatureKeys, asked, "--data"), model.chat)["train"]
     own = header.answers in ("own", "sampled")
     some, answers = sample.encoded.dialogues, max(sample.trained, 1)
     turns = round(sample.usable * sum(len(answer_spans(one)) for one in some) / sample.encoded.used)
@@ -139,13 +145,13 @@ def look_at_data(source: str, model: Model) -> Data:
 
 
 def answer_spans(dialogue: MaskedTokens) -> list[tuple[int, int]]:
-    """Where each answer of a dialogue begins and ends."""
+    """Begin and end of each answer of a dialogue."""
     edges = np.flatnonzero(np.diff(dialogue.loss_mask.astype(np.int8), prepend=0, append=0)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def look_at_machine(out: Path) -> Machine:
-    """Return the default device with its memory, its cores and the dtype of ``auto``, and the room on the disk."""
+    """The default device, its free memory, cores, the dtype of ``auto``, and the free disk space at ``out``."""
     device = resolve_device()
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     return Machine(device, gpus, cpu_cores(), free_memory(device), free_bytes(out), dtype_name(fast_dtype(device)))

@@ -1,4 +1,4 @@
-"""How fast the target is on this machine, at what the steps will do: measured, for about a minute."""
+"""Measure the target's speed on this machine in the steps of the plan, for about a minute."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from drafters.loop.refill import Prompt, Refilled
 from train.plan.configs import FORWARD
 from train.plan.facts import Data, Machine, Model, Rates, answer_spans
 
-ROWS = 64  # dialogues answered at once, where the memory has room
-IMPORTS = time.time() - psutil.Process().create_time()  # seconds that this program took for them
-CERTIFIED, CHAIN = 16, 3  # texts that eval.lossless decodes together, half of them in batches of FEW_ROWS; its drafts
-PROMPT, TIMED = 128, 16  # tokens of a prompt that decoding is measured behind, and of what is decoded
-MOST = 60.0  # seconds of answering
-FEWEST_ANSWERS = 32  # whatever the rows are
+ROWS = 64  # most dialogues answered in parallel
+IMPORTS = time.time() - psutil.Process().create_time()  # seconds of this program's imports
+CERTIFIED, CHAIN = 16, 3  # texts in a batch of eval.lossless (half of them in batches of FEW_ROWS); draft length
+PROMPT, TIMED = 128, 16  # tokens of the prompt and of the continuation in timed decoding
+MOST = 60.0  # most seconds of timed answering
+FEWEST_ANSWERS = 32
 
 
 def measure(
@@ -30,11 +30,11 @@ def measure(
     """Load the target and time it on prompts.
 
     Args:
-        prompts_of: gives prompts for so many rows, as they come; asked once the target is loaded.
-        length: tokens of a dialogue, where the target has answered all; None: it will have to.
+        prompts_of: given the loaded target and the number of rows, returns prompts.
+        length: tokens of a dialogue if all answers are the target's already; None: the target will answer.
 
     Raises:
-        ValueError: the target cannot be run layer by layer, or there is too little memory.
+        ValueError: an unsupported target, or too little memory.
     """
     room = machine.memory // 4 // (model.cache_bytes * model.longest)
     rows = max(1, min(ROWS, 1 << max(room, 1).bit_length() - 1))
@@ -51,7 +51,7 @@ def measure(
         found = answering(model, target, prompts, rows)
         length = min(model.longest, round(sum(map(len, prompts)) / len(prompts) + found.length))
     else:
-        found = Answering(one, model.answer)  # nothing will be answered
+        found = Answering(one, model.answer)  # unused: nothing will be answered
     prefill = prefilled(target, length)
     weights = sum(each.nbytes for each in target.model.parameters())
     del target
@@ -62,18 +62,17 @@ def measure(
 
 @dataclass
 class Answering:
-    """``rate``: tokens of answers in a second, the time of prompts included. ``length``: tokens of an answer."""
+    """``rate``: tokens of answers per second, including prefill. ``length``: tokens of an answer."""
 
     rate: float
     length: float
 
 
 def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows: int) -> Answering:
-    """Answer two questions a row, of all lengths, as ``data_prep.regenerate`` does: a free row takes the next one.
+    """Answer two questions per row as ``data_prep.regenerate`` does: a free row takes the next question.
 
-    The rate is that until the last question was given out, while all rows were at work; the length that of all answers,
-    for those that end first are the short ones. Where the time is up before, the rate is what it was, and the length
-    that at which as many answers would have ended in as many tokens.
+    The rate is measured until the last question is taken, while all rows work. The length is the mean of all answers,
+    because short ones end first. If the time is up before, it is the number of tokens per finished answer.
     """
     plain, ends = make_drafter("autoregressive", target), frozenset(turn_ends(target, model.chat))
     count = max(2 * rows, FEWEST_ANSWERS)
@@ -83,16 +82,16 @@ def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows:
 
 
 class Asking:
-    """What ``timed`` steps: questions in rows."""
+    """Questions being answered in rows, step by step."""
 
     def __init__(self, rows: Refilled, questions: Iterator[Prompt]) -> None:
         self.rows, self.questions = rows, questions
         self.lengths: list[int] = []  # of the answers that have ended
-        self.waiting = True  # whether there may be more questions
+        self.waiting = True  # there may be more questions
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One step; whether any row was at work."""
+        """Make one step; return False if no row is left."""
         self.waiting &= self.rows.fill(lambda: next(self.questions, None))
         going = self.rows.at_work()
         if going:
@@ -102,12 +101,12 @@ class Asking:
 
     @property
     def made(self) -> int:
-        """Tokens so far, those of unfinished answers included."""
+        """Tokens so far, including unfinished answers."""
         return sum(self.lengths) + self.rows.under_way()
 
 
 def timed(asking: Asking, most: int) -> Answering:
-    """See ``answering``; no answer has more than ``most`` tokens."""
+    """Run ``asking`` to its end or for ``MOST`` seconds, as ``answering`` says; ``most``: tokens of an answer."""
     began = time.perf_counter()
     rate = 0.0
     while asking.step():
@@ -122,38 +121,38 @@ def timed(asking: Asking, most: int) -> Answering:
 def decoded(
     target: TargetModel, drafter: Drafter, prompts: list[list[int]], new: int, temperature: float = 0.0
 ) -> float:
-    """Tokens/s of decoding all prompts together."""
+    """Tokens/s of decoding all prompts in one batch."""
     trace = generate(target, drafter, prompts, max_new_tokens=new, temperature=temperature, eos_token_id=[]).trace
     return trace.decoded_tokens / trace.decode_seconds
 
 
 def prefilled(target: TargetModel, length: int) -> float:
-    """Tokens/s of whole texts of that length, as many together as the features' config has; the better of two times."""
+    """Tokens/s of forwards of whole texts of that length, ``FORWARD`` tokens in a batch; the better of two."""
     rows = max(1, FORWARD // length)
     block, seconds = torch.randint(target.vocab_size, (rows, length), device=target.device), []
     for _ in range(2):
         began = time.perf_counter()
         with torch.inference_mode():
-            float(target.features(block).features[0, -1, 0])  # waits for a GPU
+            float(target.features(block).features[0, -1, 0])  # synchronises a GPU
         seconds.append(time.perf_counter() - began)
     return block.numel() / min(seconds)
 
 
 def exact_rate(model: Model, prompts: list[list[int]]) -> float | None:
-    """Tokens/s of decoding in float32 and being judged, as eval.lossless does; None: there is no memory for that."""
+    """Tokens/s of decoding and judging in float32, as in eval.lossless; None: too little memory."""
     try:
         target = TargetModel.from_pretrained(model.name, "float32", cache_tokens=(CERTIFIED, model.longest))
     except ValueError:
         return None
     some = (prompts * CERTIFIED)[:CERTIFIED]
-    # What it is drafted with is not there yet: something that drafts chains of as many tokens in every step.
+    # The drafter does not exist yet: prompt lookup with chains of the same length replaces it.
     chain = make_drafter("prompt_lookup", target, gamma=CHAIN, min_ngram=1)
     sizes = [decoded(target, chain, each, min(TIMED, model.answer), 1.0) for each in (some[:FEW_ROWS], some)]
     return 1 / (sum(0.5 / rate for rate in sizes) + 1 / prefilled(target, len(some[0]) + TIMED))
 
 
 def some_prompts(model: Model, data: Data) -> list[list[int]]:
-    """What comes before an answer of each dialogue of the sample: the first one's first, the second one's second.
+    """The prompt of one answer of each dialogue in the sample: dialogue n gives that of its n-th answer, cyclically.
 
     Raises:
         ValueError: all are too long to be answered.
@@ -172,6 +171,6 @@ def some_prompts(model: Model, data: Data) -> list[list[int]]:
 
 
 def alike(model: Model, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` prompts of one length made of those given."""
+    """``count`` prompts of equal length, cut or repeated from ``prompts``."""
     length = min(PROMPT, model.longest - model.answer)
     return [(ids * length)[:length] for ids in (prompts * count)[:count]]

@@ -12,13 +12,13 @@ from train.plan.steps import Plan, Step
 
 
 def script(plan: Plan, command: list[str]) -> str:
-    """``run.sh``: a finished step leaves ``.done`` in its folder and is not run again."""
+    """``run.sh``: a finished step leaves ``.done`` in its folder and does not run again."""
     total = sum(step.seconds for step in plan.steps)
     lines = [
         "#!/usr/bin/env bash",
         f"# Written by: {shlex.join(command)}",
-        f"# About {minutes(total)} in all. A finished step leaves .done in its folder and is not run again; what was",
-        "# interrupted goes on where it stopped. Configs may be changed; then delete what was made with others.",
+        f"# About {minutes(total)} in all. A finished step leaves .done in its folder and does not run again; an",
+        "# interrupted step continues. If you change a config, delete the folders made with the old one.",
         "set -euo pipefail",
         f"cd {shlex.quote(str(Path.cwd()))}",
         f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"',
@@ -39,7 +39,7 @@ def script(plan: Plan, command: list[str]) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """Time as one would say it."""
+    """Time in seconds, minutes or hours."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
@@ -55,7 +55,7 @@ def takes(step: Step) -> str:
 
 def show(plan: Plan, console: Console) -> None:
     """The table of the steps."""
-    table = Table("step", "minutes", "disk", "memory", "how one knows")
+    table = Table("step", "minutes", "disk", "memory", "estimated from")
     for column in table.columns[1:4]:
         column.justify, column.no_wrap = "right", True
     for step in plan.steps:

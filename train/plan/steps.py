@@ -1,7 +1,6 @@
-"""How the minutes are shared out, and what each step will take.
+"""Share the minutes out over the steps, and estimate time, memory and disk of each.
 
-Nothing here is a guess of a machine: tokens/s are measured in the beginning, tokens are counted in the dialogues, and
-memory and disk are those of ``--dry-run``.
+tokens/s are measured on this machine, tokens are counted in the dialogues, memory and disk are those of ``--dry-run``.
 """
 
 import os
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.disk import source_bytes
-from data_prep.store.quantise import token_bytes
+from data_prep.store.manifest import token_bytes
 from drafters.common.wording import size_text
 from drafters.config import validate
 from drafters.hub.declared import Recipe
 from drafters.methods import drafter_class
+from train.configs import schema_of
 from train.core.config import TrainConfig
-from train.core.task import task_class
 from train.plan import configs
 from train.plan.facts import Data, Machine, Model, Rates
 from train.plan.rates import CERTIFIED
@@ -29,19 +28,19 @@ from train.preflight.workload import Workload
 from train.run.files import run_folder_bytes, trained_parameters
 
 # Passes over the dialogues. SmolLM2's head still gained at its fifth (docs/smollm2-training.md: 11.6M positions),
-# but what it gained most from were new dialogues: so many passes are made, and the rest of the time gives new answers.
+# but new dialogues helped most: so the rest of the time goes into new answers.
 PASSES = 5
-ENOUGH = 1000  # dialogues, with fewer of which one is warned
-REPORT, CERTIFICATE = 0.08, 0.12  # most of the minutes that go into either
-PROMPTS, TEXTS = (4, 20), (64, 512)  # fewest and most: of a report's prompts, of a certificate's sampled texts
+ENOUGH = 1000  # dialogues; fewer give a warning
+REPORT, CERTIFICATE = 0.08, 0.12  # largest shares of the minutes
+PROMPTS, TEXTS = (4, 20), (64, 512)  # fewest and most prompts of the report, sampled texts of the lossless test
 LOST = 2.0  # minutes of training that a kill may cost
-SPARE_DISK = 0.8  # of what is free: others write, too
+SPARE_DISK = 0.8  # share of the free disk to use: other processes write, too
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
 class Step:
-    """One step of the script. ``seconds``, ``disk`` and ``memory`` (bytes): what it will take; ``how``: how one knows.
+    """One step of the script. ``seconds``, ``disk`` and ``memory`` (bytes) are estimates, ``how`` their source.
 
     ``done``: the folder that gets ``.done`` at its end.
     """
@@ -57,7 +56,7 @@ class Step:
 
 @dataclass
 class Plan:
-    """``files``: configs by name, their values and reasons. ``notes``: what the user should know before it starts."""
+    """``files``: configs by name, their values and reasons. ``notes``: warnings."""
 
     files: dict[str, tuple[dict[str, Any], configs.Reasons]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -67,7 +66,7 @@ class Plan:
 
 @dataclass
 class Shares:
-    """Minutes, and tokens of the dialogues that will be trained on."""
+    """Minutes of three steps, and tokens of the dialogues to train on."""
 
     answering: float
     heldout: float
@@ -76,23 +75,25 @@ class Shares:
 
 
 class Planner:
-    """From what was found to a ``Plan``.
+    """Makes a ``Plan`` from the facts.
 
     Raises:
-        ValueError: the minutes, the memory or the disk do not suffice, or no head can be trained for this model.
+        ValueError: too few minutes, too little memory or disk, or no such head for this model.
     """
 
     def __init__(self, model: Model, data: Data, machine: Machine, rates: Rates, settings: Any) -> None:
         self.model, self.data, self.machine, self.rates = model, data, machine, rates
         self.method, self.minutes, self.hub = settings.method, settings.minutes, settings.hub
         self.out, self.plan = str(settings.out), Plan()
-        kind: Any = drafter_class(self.method)
-        self.recipe: Recipe = kind.recipe
         self.files = configs.own_files(data, self.out)
         self.entry = configs.drafting(self.method, model, machine, self.out)
+        self.schema = schema_of(self.method)
+        kind: Any = drafter_class(self.method)
+        self.recipe: Recipe = kind.recipe
+        self.rows = configs.methods(self.recipe, self.entry, kind.follows)
         self.heldout = max(8, min(200, data.dialogues // 10))
         self.gpus = max(1, machine.gpus)
-        self.measured = "measured" if self.gpus == 1 else f"by what one of {self.gpus} GPUs was measured at"
+        self.measured = "measured" if self.gpus == 1 else f"from one of {self.gpus} GPUs, measured"
 
     def make(self) -> Plan:
         """The whole plan."""
@@ -107,7 +108,7 @@ class Planner:
         if online:
             self.plan.notes.append(
                 f"features would take {size_text(sizes['int8'])} in int8, and {size_text(self.machine.disk)} are free: "
-                "they are computed while it trains, which makes its steps slower"
+                "they are computed during training, which makes its steps slower"
             )
         if self.data.asking is not None:
             self.ask()
@@ -123,14 +124,13 @@ class Planner:
     # ------------------------------------------------------------------------------------------- time
 
     def training(self, minutes: float, online: bool) -> tuple[TrainConfig, tuple[dict[str, Any], dict[str, str]]]:
-        """The training's config, checked; raises ValueError where no such head fits the model."""
-        found = configs.training(
-            self.method, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
-        )
-        return validate(task_class(self.method).schema, found[0], f"{self.method}.yaml"), found
+        """The training's config, validated, and its file's contents."""
+        given = self.method, self.recipe, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
+        found = configs.training(*given)
+        return validate(self.schema, found[0], f"{self.method}.yaml"), found
 
     def training_rate(self, config: TrainConfig) -> float:
-        """Tokens/s of training, by a few steps on random numbers."""
+        """Tokens/s of training, measured in a few steps on random numbers."""
         length = min(self.model.longest, max(2, round(self.data.tokens / self.data.dialogues)))
         size = MicroBatch(max(1, config.batch_tokens // self.gpus // length), length)  # the ranks share a batch
         try:
@@ -140,13 +140,9 @@ class Planner:
         return measured_rate(config, self.model.config, size, self.data.answers / self.data.tokens) * self.gpus
 
     def share_out(self) -> None:
-        """Minutes of the steps; tokens follow from them.
-
-        Raises:
-            ValueError: too few minutes for any of it.
-        """
+        """Set the minutes of the steps and the tokens to train on; raise ValueError if there are too few minutes."""
         rates, data, total = self.rates, self.data, 60 * self.minutes
-        entries = configs.methods(self.method, self.entry)
+        entries = self.rows
         new = min(96, self.model.answer)
         self.prompts = _within(REPORT * total * rates.one / (len(entries) * new), *PROMPTS)
         self.prompts = min(self.prompts, self.heldout // 2)
@@ -160,9 +156,8 @@ class Planner:
         self.certificate_seconds = 2 * rates.start + certified / exact if exact else 0.0
         self.tune_seconds = 0.0
         if self.recipe.knobs:
-            self.tune_seconds = (
-                rates.start + (sum(map(len, self.recipe.knobs.values())) + 2) * self.prompts * new / rates.one
-            )
+            tried = sum(map(len, self.recipe.knobs.values())) + 2
+            self.tune_seconds = rates.start + tried * self.prompts * new / rates.one
         fixed = (
             self.report_seconds
             + self.certificate_seconds
@@ -174,19 +169,19 @@ class Planner:
         if left < 0.2 * total:
             least = 60 * (fixed / 0.8) / 3600
             raise ValueError(
-                f"--minutes {self.minutes:g}: starting the programs and measuring take {fixed / 60:.1f} of them here, "
-                f"which leaves too little to train in; give at least {least:.0f}"
+                f"--minutes {self.minutes:g}: starting programs and measuring take {fixed / 60:.1f} of them here, "
+                f"which leaves too little for training; give at least {least:.0f}"
             )
         self.shares = self._shares(left)
 
     def _shares(self, left: float) -> Shares:
-        """``left`` seconds for answers (a tenth of them held-out ones), features and ``PASSES`` passes of training."""
+        """Share ``left`` seconds among answers (and a tenth for held-out ones), features and ``PASSES`` passes."""
         rates, data = self.rates, self.data
-        later = 1 / rates.prefill + PASSES / self.rate  # seconds of a token once it is there
+        later = 1 / rates.prefill + PASSES / self.rate  # seconds per token after answering
         if data.own:
             tokens = min(left / later, float(data.tokens))
             return Shares(0.0, 0.0, (left - tokens / rates.prefill) / 60, tokens)
-        per_second = rates.many * data.tokens / data.answers  # tokens of dialogues whose answers are written
+        per_second = rates.many * data.tokens / data.answers  # tokens of dialogues, while answering
         asking = (data.asking or 0.0) * data.dialogues / data.tokens
         tokens = min(left / (1.1 * (1 / per_second + asking) + later), float(data.tokens))
         answering, dumped = tokens / per_second, tokens / rates.prefill
@@ -196,7 +191,7 @@ class Planner:
     # ------------------------------------------------------------------------------------------- steps
 
     def add(self, name: str, done: str, commands: list[str], seconds: float, how: str, **more: float) -> None:
-        """One step more; ``memory`` is the target's weights where nothing else is said."""
+        """Add a step; ``memory`` is that of the target's weights by default."""
         more.setdefault("memory", self.rates.weights)
         self.plan.steps.append(Step(name, f"{self.out}/{done}", commands, seconds, how, **more))
 
@@ -205,13 +200,13 @@ class Planner:
         return f"python {program} " + shlex.join([str(word) for word in words])
 
     def on_all(self, program: str, *words: object) -> str:
-        """A command of which every GPU does its part."""
+        """A command that uses all GPUs."""
         line = self.python(program, *words)
         launcher = f"torchrun --standalone --nproc-per-node {self.gpus} "
         return line if self.gpus == 1 else launcher + line.removeprefix("python ")
 
     def config(self, file: str, found: Any) -> list[str]:
-        """A config of the plan, as a command takes it."""
+        """Add a config to the plan; return the arguments that name it."""
         self.plan.files[file] = found
         return ["--config", f"{self.out}/configs/{file}"]
 
@@ -221,12 +216,12 @@ class Planner:
         self.heldout = min(self.heldout, max(8, count // 11))
         self.prompts, self.begun = min(self.prompts, self.heldout // 2), min(self.begun, self.heldout // 2)
         seconds = count * self.data.asking
-        found = configs.magpie(self.model, self.machine, self.rates.rows, self.data.source, count, seconds / 40)
+        found = configs.magpie(self.model, self.rates.rows, self.data.source, count, seconds / 40)
         line = self.on_all("-m data_prep.magpie", *self.config("magpie.yaml", found))
-        how = f"{1 / self.data.asking:,.1f} questions/s {self.measured}; {count:,}, half as much time again allowed"
+        how = f"{1 / self.data.asking:,.1f} questions/s {self.measured}; {count:,}, up to 1.5 times the time allowed"
         memory = self.rates.weights + self.rates.rows * configs.ASKED * self.model.cache_bytes
         self.add("ask", "asked", [line], seconds + self.rates.start, how, memory=memory, disk=500 * count)
-        self.plan.notes.append(f"no --data: look at some of {self.data.source} before you trust what it was trained on")
+        self.plan.notes.append(f"no --data: read some of {self.data.source} before you trust the drafter")
 
     def split(self) -> None:
         text = source_bytes(self.data.source)
@@ -240,13 +235,13 @@ class Planner:
 
     def answers(self) -> None:
         rows, shares, whole = self.rates.rows, self.shares, self.shares.tokens == self.data.tokens
-        # A batch is answered to its end, whatever the clock says: no more than a third of the time.
+        # A batch is always answered to its end, so it must not take more than a third of the time.
         row = self.gpus * self.model.answer / self.rates.many  # seconds, of one GPU
         while rows > 1 and 3 * rows * row > 60 * shares.answering and not whole:
             rows //= 2
-        # Where there is time for all dialogues, the limit is for a machine that has become slower.
+        # If there is time for all dialogues, the limit only guards against a slower machine.
         minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
-        found = configs.regenerate(self.model, self.machine, rows, self.out, minutes)
+        found = configs.regenerate(self.model, rows, self.out, minutes)
         config = self.config("regenerate.yaml", found)
         held = [f"source={self.out}/split/heldout.jsonl", f"out={self.out}/answers/heldout.jsonl"]
         held.append(f"minutes={max(0.1 * minutes, 0.5):.2f}")
@@ -264,12 +259,12 @@ class Planner:
         self.add("answers", "answers", [heldout, line], seconds, how, memory=memory, disk=5 * shares.tokens)
 
     def limit(self) -> dict[str, int]:
-        """Of the target's own answers that are there already, as many dialogues as there is time for."""
+        """The number of dialogues that there is time for, if their answers are the target's own."""
         share = self.shares.tokens / self.data.tokens
         return {"limit": max(1, int(share * self.data.dialogues))} if self.data.own and share < 1 else {}
 
     def features(self, taps: list[int], int8: bool, size: float) -> None:
-        found = configs.features(self.model, self.machine, self.out, self.files, int8, taps)
+        found = configs.features(self.model, self.out, self.files, int8, taps)
         found[0].update(self.limit())
         line = self.on_all("-m data_prep.features", *self.config("features.yaml", found))
         seconds = self.rates.start + self.shares.tokens / self.rates.prefill
@@ -282,7 +277,7 @@ class Planner:
             found[0]["data"].update(self.limit())
         every = max(20, round(LOST * 60 * self.rate / config.batch_tokens))
         found[0].update(save_every=every, export_every=every)
-        found[1]["save_every"] = f"about {LOST:g} minutes here: what a kill may cost"
+        found[1]["save_every"] = f"about {LOST:g} minutes here, which a kill may cost"
         config = config.model_copy(update={"save_every": every, "export_every": every})
         report = Report()
         tokens, data = round(self.shares.tokens), self.data
@@ -310,26 +305,26 @@ class Planner:
         self.add("train", self.method, [line], seconds, how, memory=sum(report.memory.values()), disk=disk)
 
     def measure(self) -> None:
-        """The report, a search before it where the method needs one, the certificate, and the card or the push."""
+        """The report, after a search if the method needs one, the lossless test, and the card or the push."""
         model, out, entry = self.model, self.out, self.entry
         prompts, folder = self.files["heldout"], f"{out}/{self.method}"
         self.plan.report = f"{out}/speed/report.md; the drafter: {folder}"
-        rows = configs.methods(self.method, entry)
+        rows = self.rows
         choose = []
         if self.recipe.knobs:
-            found = configs.tune(model, self.machine, out, self.files["train"], entry, self.prompts)
+            found = configs.tune(self.recipe, model, out, self.files["train"], entry, self.prompts)
             line = self.python("-m eval.tune", *self.config("tune.yaml", found))
             how = f"{', then '.join(self.recipe.knobs)}, on dialogues of the training"
             self.add("tune", "tune", [line], self.tune_seconds, how)
             best = shlex.quote(f"{out}/tune/best.yaml")
             choose = [f"\"drafters=$(echo '- drafter: prompt_lookup'; cat {best})\""]
-        found = configs.speed(model, self.machine, out, prompts, self.prompts, rows)
+        found = configs.speed(model, out, prompts, self.prompts, rows)
         line = self.python("-m eval.speed", *self.config("speed.yaml", found))
         how = f"{self.rates.one:,.0f} tokens/s measured; {len(rows)} methods on {self.prompts} held-out prompts"
         self.add("speed", "speed", [" ".join([line, *choose])], self.report_seconds, how)
         shown = ["--report", f"{out}/speed"]
         if self.rates.exact is None:
-            self.plan.notes.append("no certificate: the target in float32 does not fit into the memory")
+            self.plan.notes.append("no lossless test: the target in float32 does not fit into memory")
         else:
             self.certify(prompts)
             shown += ["--certificate", f"{out}/lossless"]
@@ -337,16 +332,16 @@ class Planner:
         card = [] if self.hub else ["--card", f"{out}/card/README.md"]
         line = self.python("-m drafters.hub", "push", folder, name, *shown, *card)
         lines = [f"mkdir -p {shlex.quote(out)}/card", line]
-        how = f"to {self.hub}" if self.hub else "the model card alone: no --hub"
+        how = f"to {self.hub}" if self.hub else "only the model card: no --hub"
         self.add("push" if self.hub else "card", "card", lines, self.rates.start / 2, how, memory=0.0)
 
     def certify(self, prompts: str) -> None:
-        """The certificate: of a chain, which is always drafted."""
-        found = configs.lossless(self.model, self.out, prompts, self.entry, self.begun, self.texts)
+        """The lossless test."""
+        found = configs.lossless(self.recipe, self.model, self.out, prompts, self.entry, self.begun, self.texts)
         out = self.out
         line = self.python("-m eval.lossless", *self.config("lossless.yaml", found))
         how = f"{self.rates.exact:,.0f} tokens/s in float32 measured; {self.texts} sampled texts, {self.begun} greedy"
-        # That too little was tested stands on the card; a drafter that is not lossless ends the script.
+        # A drafter that is not lossless ends the script; the card says if too little was tested.
         line += f' || grep -q \'"verdict": "not shown\' {shlex.quote(out + "/lossless/lossless.json")}'
         memory = 2 * self.rates.weights * (2 if self.machine.dtype == "bfloat16" else 1)
         self.add("lossless", "lossless", [line], self.certificate_seconds, how, memory=memory)

@@ -1,4 +1,4 @@
-"""What --dry-run looks at: whether all that a run needs is here and fits together, as the run itself would find out."""
+"""The checks of --dry-run: whether all that a run needs is here and fits together, by the run's own functions."""
 
 import functools
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PretrainedConfig
 
-from data_prep.answers.ownership import WORDS
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import check_source
-from data_prep.features_run import make_headers
+from data_prep.extraction.headers import make_headers
+from data_prep.store.manifest import ANSWERS
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.model.files import load_config_only
 from drafters.model.loading import BASE, config_and_adapter
 from drafters.model.weights import open_weights, weight_files
 from train.core.config import OnlineData, TrainConfig
-from train.data.online import OnlineFeatures, as_features_config
+from train.data.online import OnlineFeatures, as_feature_keys
 from train.preflight.workload import SAMPLE
 from train.run.inputs import open_inputs
 
@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 @dataclass
 class Report:
-    """What was found. ``problems`` would keep the run from starting; ``short`` is the estimate in one line."""
+    """The lines of a dry run. ``problems`` would keep the run from starting; ``short``: the estimate in one line."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -39,11 +39,11 @@ class Report:
     memory: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, text: str) -> None:
-        """One line of the table."""
+        """Add one line of the table."""
         self.lines.append(f"{name:<24} {text}")
 
     def check(self, name: str, what: Callable[[], Found], done: str | Callable[[Found], str] = "ok") -> Found | None:
-        """Call ``what``: its error is a problem, its value is returned. ``done`` is the line's text, or makes it."""
+        """Call ``what`` and return its value; its error is a problem. ``done``: text, or a function of the value."""
         try:
             value = what()
         except (ValueError, OSError) as error:
@@ -54,20 +54,20 @@ class Report:
         return value
 
     def text(self) -> str:
-        """The whole report, as it is printed."""
+        """The whole report."""
         found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
         return "\n".join([*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"])
 
 
 def check_libraries() -> None:
-    """Raise ValueError where a library is missing, which a run would only find out at its first use."""
+    """Raise ValueError if a library is missing, which a run imports only at its first use."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
 
 
 def check_target(report: Report, config: TrainConfig, instead: str | None) -> PretrainedConfig | None:
-    """The target's configuration, or the one given in its place."""
+    """The target's configuration, or that of the file ``instead``."""
     where = "a folder" if Path(config.target).is_dir() else "in the Hub's cache"
     found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
     if not instead:
@@ -76,7 +76,7 @@ def check_target(report: Report, config: TrainConfig, instead: str | None) -> Pr
 
 
 def _target_here(config: TrainConfig) -> PretrainedConfig:
-    """From a folder or the Hub's cache: a dry run waits for no network."""
+    """From a folder or the Hub's cache, because a dry run does not use the network."""
     local = here(config)
     if local is None:
         raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
@@ -84,12 +84,12 @@ def _target_here(config: TrainConfig) -> PretrainedConfig:
 
 
 def here(config: TrainConfig) -> TrainConfig | None:
-    """``config`` with the target's folder, of the Hub's cache if need be; None where there is none."""
+    """``config`` with the target's folder, perhaps in the Hub's cache; None if there is none."""
     if Path(config.target).is_dir():
         return config
     try:
         found = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
-    except HFValidationError:  # a path, and nothing that the Hub could have
+    except HFValidationError:  # a path
         return None
     if not isinstance(found, str):
         return None
@@ -97,10 +97,10 @@ def here(config: TrainConfig) -> TrainConfig | None:
 
 
 def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
-    """What of the target's files a run would have to fetch from the Hub; "" where all are in a folder or its cache."""
+    """The target's files that a run would have to fetch from the Hub; "" if none."""
     if local is None:
         return "target"
-    if local is config:  # a folder: what it lacks is an error
+    if local is config:  # a folder: missing files are an error
         return ""
     folder = Path(local.target)
     missing = [] if all((folder / name).is_file() for name in weight_files(local.target)) else ["weights"]
@@ -110,10 +110,10 @@ def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
 
 
 def check_model(name: str) -> PretrainedConfig:
-    """The configuration of a model that a run loads beside its target; of an adapter its base model's.
+    """The configuration of a model that a run loads beside its target; for an adapter, of its base model.
 
     Raises:
-        ValueError: it cannot be used, or its tensors are not those of its configuration, if they are in a folder.
+        ValueError: it cannot be used, or the tensors in its folder do not fit its configuration.
     """
     config, adapter = config_and_adapter(name)
     base = name if adapter is None else adapter[BASE]
@@ -123,21 +123,21 @@ def check_model(name: str) -> PretrainedConfig:
 
 
 def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
-    """The store of a split; None where there is none."""
+    """The store of a split; None if there is none."""
 
     def described(store: FeatureStore) -> str:
         manifest = store.manifest
         return (
             f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
             f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
-            f"{WORDS[manifest.answers]}"
+            f"{ANSWERS[manifest.answers]}"
         )
 
     return report.check(split, lambda: FeatureStore.open(path), described)
 
 
 def check_stores_target(report: Report, config: TrainConfig, local: TrainConfig, missing: str) -> None:
-    """Whether both stores are the target's, as the run finds out; the weights have to be here."""
+    """Check that both stores are the target's; its weights must be here."""
     what = f"target{'' if missing else ', tokenizer'} and exit layer are those of the features"
     report.check(
         "target and features", lambda: _with_name(config, local, lambda: open_inputs(local, device="meta")), what
@@ -145,7 +145,7 @@ def check_stores_target(report: Report, config: TrainConfig, local: TrainConfig,
 
 
 def check_sources(report: Report, data: OnlineData) -> bool:
-    """Whether the files of an online run are there."""
+    """Whether the files of an online run exist."""
     before = len(report.problems)
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         report.check(split, functools.partial(check_source, source), f"{source}, features computed while it trains")
@@ -153,17 +153,16 @@ def check_sources(report: Report, data: OnlineData) -> bool:
 
 
 def check_dialogues(report: Report, config: TrainConfig, local: TrainConfig) -> OnlineFeatures | None:
-    """What an online run checks before it loads its target, on the first dialogues of each split.
+    """The checks of an online run before it loads its target, on the first dialogues of each split.
 
-    Returns the held-out ones, without features, and all of them if tau will choose among them; None where there is a
-    problem.
+    Returns the held-out dialogues, all of them if tau chooses among them, without features; None after a problem.
     """
     data = config.data
     assert data is not None
 
     def read() -> OnlineFeatures:
         chat = load_tokenizer(local.target, local.revision, data.chat_template)
-        headers = make_headers(as_features_config(local, data), chat)
+        headers = make_headers(as_feature_keys(local, data), chat)
         first = min(SAMPLE, data.limit or SAMPLE)
         encode_split(data.train, chat, data.max_length, first)
         heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
@@ -174,10 +173,10 @@ def check_dialogues(report: Report, config: TrainConfig, local: TrainConfig) -> 
 
 
 def _with_name(config: TrainConfig, local: TrainConfig, what: Callable[[], Found]) -> Found:
-    """Call ``what``, which reads the target's folder; its errors call the target by its name."""
+    """Call ``what``, which reads the target's folder; its errors have the target's name."""
     try:
         return what()
     except ValueError as error:
         raise ValueError(str(error).replace(local.target, config.target)) from error
-    except EntryNotFoundError as error:  # an index that names files that are not there
+    except EntryNotFoundError as error:  # an index names missing files
         raise ValueError(f"target: {error}") from error

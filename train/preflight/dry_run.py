@@ -1,7 +1,7 @@
-"""--dry-run: check all that a run needs, and say what it will take, in seconds and without starting DeepSpeed.
+"""--dry-run: check all that a run needs, and estimate memory, disk and time, in seconds and without DeepSpeed.
 
-It reads configurations, manifests and file headers, no weights and no features. What is not there yet is named; the
-estimates then come from --tokens or --data and --target-config.
+It reads configurations, manifests and file headers, no weights and no features. It names missing files; then the
+estimates use --tokens or --data and --target-config.
 """
 
 import functools
@@ -14,7 +14,8 @@ import torch
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import check_room
-from data_prep.store.quantise import token_bytes
+from data_prep.common.ranks import find_rank
+from data_prep.store.manifest import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.hub.declared import READERS
@@ -23,7 +24,8 @@ from drafters.methods import method_names
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
 from train.core.config import TrainConfig
-from train.core.runtime import rank_device
+from train.core.runtime import dtype_of, rank_device
+from train.core.weights import init_from
 from train.data.packing import Source
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
@@ -34,15 +36,22 @@ from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
 
 
+def print_report(config: TrainConfig, arguments: Namespace) -> int:
+    """--dry-run: print the report; return 1 if the run could not start."""
+    report = dry_run(config, arguments)
+    if find_rank(None, None).index == 0:
+        print(report.text())
+    return 1 if report.problems else 0
+
+
 def dry_run(config: TrainConfig, given: Namespace) -> Report:
     """Check a run and estimate what it takes; nothing is written, and no process group is started.
 
-    ``given``: the command line (``train.cli.parse_arguments``), which also says what is to be assumed of what is
-    not here.
+    ``given``: the command line (``train.preflight.command.parse_arguments``), with assumptions on what is missing.
     """
     report = Report()
     if given.device is not None and config.precision == "auto":
-        config = config.model_copy(update={"precision": "bf16"})  # as all GPUs whose peak is known
+        config = config.model_copy(update={"precision": "bf16"})  # of all GPUs whose peak is known
     check_folder = functools.partial(check_run_folder, config, given.resume)
     config = report.check("run folder", check_folder, f"{config.out} can be used") or config
     report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
@@ -70,12 +79,9 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     if not compared and config.taps:
         report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers))
     if config.tau_every and heldout is not None:
-        report.check("prompts for tau", lambda: tau_prompts(config, target, heldout), "there are")
+        report.check("prompts for tau", lambda: tau_prompts(config, target, heldout), "found")
     Estimates(report, config, target, train, _workload(report, local or config, train, given), given).make()
     return report
-
-
-# ------------------------------------------------------------------------------------------- what it will take
 
 
 def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Namespace) -> Workload | None:
@@ -95,7 +101,7 @@ def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, g
 
 @dataclass
 class Estimates:
-    """What the run will take, as lines of ``report``."""
+    """Memory, disk and time of the run, as lines of ``report``."""
 
     report: Report
     config: TrainConfig
@@ -111,15 +117,15 @@ class Estimates:
         self.micro = estimate.MicroBatch(dialogues=max(1, -(-share // longest)), length=longest)
 
     def make(self) -> None:
-        """Add all estimates, and the line that sums them up."""
+        """Add all estimates, and their summary."""
         report, config, micro, ranks = self.report, self.config, self.micro, self.given.ranks
         whole, count = estimate.parameters(self.task.module), trained_parameters(self.task.module)
         frozen = f", {count:,} of them trained" if count < whole else ""
         report.add("drafter", f"{type(self.task.module).__name__}, {whole:,} parameters{frozen}")
-        if config.drafter in method_names():  # and no draft model, which any engine serves
+        if config.drafter in method_names():  # a draft model is served by any engine
             report.add("served by", served_text(config.drafter, self.task.drafter_config(), self.target))
         if (start := config.init_from) is not None:
-            report.check("init_from", lambda: self.task.init_from(start), f"{start}, whose weights fit")
+            report.check("init_from", lambda: init_from(self.task, start), f"{start}, whose weights fit")
         if self.workload:
             report.add("steps", self.workload.describe_steps(config))
         size = f"at most {micro.dialogues} dialogues of {micro.length:,} tokens"
@@ -134,7 +140,7 @@ class Estimates:
         report.short = "; ".join(parts)
 
     def memory(self) -> int:
-        """Add the table of memory by part; returns the sum, in bytes a rank."""
+        """Add the table of memory by part; return the sum in bytes per rank."""
         report, config, target, given = self.report, self.config, self.target, self.given
         on_gpu = given.device is not None or torch.cuda.is_available()
         passes = estimate.pass_memory(config, target, self.micro, config.activation_checkpointing, on_gpu)
@@ -144,13 +150,13 @@ class Estimates:
             width = resolve_dtype(config.data.target_dtype, rank_device()).itemsize
             parts["target, for features"] = estimate.target_parameters(target)[0] * width
         elif config.tau_every and config.tau_device is None:
-            parts["target, for tau"] = estimate.target_parameters(target)[0] * config.dtype.itemsize
+            parts["target, for tau"] = estimate.target_parameters(target)[0] * dtype_of(config).itemsize
         total, report.memory = sum(parts.values()), parts
         report.add("memory of a rank", f"{size_text(total)}, and the CUDA context (about half a GB)")
         for name, size in parts.items():
             text = size_text(size)
             if name == "forward and backward":
-                text += f" (of it the loss's rows of logits {size_text(passes['loss'])}, "
+                text += f" (including the loss's rows of logits {size_text(passes['loss'])}, "
                 text += f"the batch {size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
             report.add(f"  {name}", text)
         stages = []
@@ -167,11 +173,11 @@ class Estimates:
         return total
 
     def features_disk(self, workload: Workload) -> str:
-        """What the features take on disk: those there, or those yet to be made."""
+        """Add the size of the features on disk, existing or estimated; return it in words."""
         report, config = self.report, self.config
         if self.store is not None:
             text = size_text(self.store.manifest.size)
-            report.add("disk: features", f"{text}, there already")
+            report.add("disk: features", f"{text}, already there")
             return f"features {text}"
         if isinstance(config.features, str):
             report.add("disk: features", "none: features: online")
@@ -184,7 +190,7 @@ class Estimates:
         return f"features {text}"
 
     def time(self, workload: Workload) -> list[str]:
-        """Hours of training and, where there is no store yet, of the target's pass over the data."""
+        """Hours of training and, without a store, of the target's pass over the data."""
         report, config, target, given = self.report, self.config, self.target, self.given
         cost = training_cost(self.task)
         lengths = workload.lengths or [self.micro.length]
@@ -215,7 +221,7 @@ class Estimates:
             forward = 2 * estimate.target_parameters(target)[1]
             forward += 2 * width * self.micro.length * target.num_hidden_layers
             count, passes = workload.tokens, "one pass of the target over the data"
-            if config.data is not None and tokens:  # every epoch anew
+            if config.data is not None and tokens:  # again in every epoch
                 count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
             text = _hours(count * forward / assumed / 3600)
             report.add("time: features", f"{text} of {passes}, at the same share of the peak")
@@ -224,7 +230,7 @@ class Estimates:
 
 
 def served_text(method: str, options: dict[str, Any], target: PretrainedConfig) -> str:
-    """Which engines will be able to serve the trained drafter; of the others, why not."""
+    """The engines that can serve the trained drafter, and the reasons why others cannot."""
     reasons = served_by(method, options, target)
     able = [READERS[to] for to, reason in reasons.items() if reason is None]
     others = [f"not by {READERS[to]}: {reason}" for to, reason in reasons.items() if reason is not None]

@@ -1,14 +1,14 @@
-"""What a training run will take, from shapes alone: memory by part, disk, FLOPs.
+"""Estimate a training run's memory, disk and FLOPs from shapes.
 
-Memory of the forward and backward pass is not a formula but a trace: the run's own code goes through one micro-batch of
-tensors without contents (torch's fake tensors), and every tensor that is made and let go is counted.
+The memory of the forward and backward pass is traced: the run's own code processes one micro-batch of tensors without
+contents (torch's fake tensors), and the allocation and release of every tensor is counted.
 """
 
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from drafters.model.files import meta_model, resolve_device
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
-from train.core.losses import default_chunk_rows, two_chunks_only
+from train.core.losses import Pairs, default_chunk_rows, two_chunks_only
 from train.core.optimizer import exact_buffers
+from train.core.runtime import dtype_of
 from train.core.task import Task, make_task
 from train.data.packing import Batch, Span
 
@@ -33,7 +34,7 @@ MEASURED_STEPS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """So many dialogues of ``length`` tokens, as large as they get; every position trained."""
+    """A number of dialogues of ``length`` tokens, the largest micro-batch; every position is trained."""
 
     dialogues: int
     length: int
@@ -45,7 +46,7 @@ class MicroBatch:
 
 
 def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> FrozenEnds:
-    """The frozen ends of a target of this configuration, without contents (or with random ones, on another device)."""
+    """Embeddings and LM head of a target of this configuration, without contents, or random on another device."""
     vocab, hidden = config.vocab_size, config.hidden_size
     embed = nn.Embedding(vocab, hidden, device=device, dtype=dtype).requires_grad_(False)
     lm_head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype).requires_grad_(False)
@@ -55,13 +56,13 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
 
 
 def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig, trained: float = 1.0) -> Batch:
-    """A micro-batch of random tokens and features in one row, as training packs it; of each dialogue the last positions
-    are trained, so large a share of all."""
+    """A micro-batch of random tokens and features in one row, as in training; of each dialogue the last positions, a
+    share of ``trained``, belong to answers."""
     shape = (1, size.tokens)
     answers = torch.arange(size.length) >= min(round((1 - trained) * size.length), size.length - 1)
 
     def states() -> Tensor:
-        return torch.randn(*shape, target.hidden_size, dtype=config.dtype)
+        return torch.randn(*shape, target.hidden_size, dtype=dtype_of(config))
 
     return Batch(
         input_ids=torch.randint(target.vocab_size, shape),
@@ -75,7 +76,7 @@ def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig
 
 
 def meta_task(config: TrainConfig, target: PretrainedConfig) -> Task:
-    """The task, its module without contents."""
+    """The task with a module without contents."""
     with torch.device("meta"):
         return make_task(config, meta_ends(target))
 
@@ -86,7 +87,7 @@ def parameters(module: nn.Module) -> int:
 
 
 def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
-    """A target's parameters, and those that a token's forward multiplies with: no embeddings, two experts of eight."""
+    """A target's parameters, and those that one token uses: no embeddings, two experts of eight."""
     total = active = 0
     for name, weights in meta_model(config).named_parameters():
         total += weights.numel()
@@ -104,22 +105,22 @@ def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
-    """Bytes of what stays in a rank's memory for the whole run: what DeepSpeed keeps, by ZeRO stage, and the ends.
+    """Bytes in a rank's memory during the whole run: DeepSpeed's tensors, by ZeRO stage, and embeddings and LM head.
 
-    A weight, in bf16: 2, its float32 master 4, Adam's moments 8, its gradient 2 and the float32 sum of those 4. Stage 1
-    (as which bf16 runs at stage 0, too) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In
-    float32 there are masters from stage 1 on. docs/training.md has the table, a test of the engine counts it.
+    Bytes per weight in bf16: weight 2, float32 master 4, Adam's moments 8, gradient 2, float32 sum of gradients 4.
+    Stage 1 (in bf16 also stage 0) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In float32
+    masters exist from stage 1 on. docs/training.md has the table, and a test of the engine counts it.
     """
     trained = [weights.numel() for weights in task.module.parameters() if weights.requires_grad]
     count, largest, frozen = sum(trained), max(trained), parameters(task.module) - sum(trained)
     settings = deepspeed_config(config)["zero_optimization"]
     stage = int(settings["stage"])
-    width = config.dtype.itemsize
+    width = dtype_of(config).itemsize
     part = count // ranks if stage >= 1 else count
     gradients = {
         0: width * count,
         1: (width + 4) * count,
-        2: 4 * (part + largest),  # one weight's is on its way into the sums
+        2: 4 * (part + largest),  # one weight's gradient is being summed
         3: 4 * (part + int(settings["reduce_bucket_size"])),
     }[stage]
     on_host = config.offload != "none"
@@ -136,49 +137,52 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
 def pass_memory(
     config: TrainConfig, target: PretrainedConfig, batch: MicroBatch, checkpointing: bool = False, on_gpu: bool = False
 ) -> dict[str, int]:
-    """Most bytes that a forward and backward pass holds at once beside weights and gradients, and what is in it.
+    """Peak bytes of a forward and backward pass, without weights and gradients.
 
-    ``batch``: the micro-batch itself. ``loss``: what the loss takes more at its peak, its rows of logits. ``pass``: all
-    of it. ``checkpointing``: the module's activations are computed again in the backward pass. ``on_gpu``: attention is
-    the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
+    Args:
+        checkpointing: the backward pass computes the module's activations again.
+        on_gpu: attention is the fused kernel, which keeps no scores; the default chunk of the loss is a GPU's.
+
+    Returns:
+        ``batch``: the micro-batch; ``loss``: the loss's own peak, its rows of logits; ``pass``: all.
     """
-    dtype = config.dtype
+    dtype = dtype_of(config)
     with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"), two_chunks_only():
         ends = meta_ends(target, device="cpu", dtype=dtype)
         task = _with_loss_ids(make_task(config, ends))
-        rows_at_once = config.loss_chunk_rows or default_chunk_rows(task.loss_head, on_gpu)
-        task.config = config.model_copy(update={"loss_chunk_rows": rows_at_once})
+        task.heads.limit = config.loss_chunk_rows or default_chunk_rows(task.heads.sliced, on_gpu)
         for weights in task.module.parameters():
             if weights.requires_grad:
                 weights.register_post_accumulate_grad_hook(_drop_gradient)
         with PeakMemory() as memory:
             packed = random_batch(config, batch, target)
             given = memory.now
-            rows = torch.arange(batch.tokens)
+            packed = replace(packed, rows=torch.arange(batch.tokens))
             if checkpointing:
                 checkpoint_activations(task.module)
-            task.loss_sums(task.module, packed, rows)["loss"].backward()
+            task.losses(task.pairs(task.module, packed, seed=0))["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
             known = torch.empty(batch.tokens, target.hidden_size, dtype=dtype)
-            shape = (task.unroll, *known.shape) if task.unroll > 1 else task.ideal(known).shape
+            width = task.heads.own[0].in_features if task.heads.own else target.hidden_size
+            shape = (task.predictions, batch.tokens, width)
             predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
             before = memory.now
-            losses = task.losses(predicted, known)
+            losses = task.losses(Pairs(predicted, known))
             loss = memory.peak - before
             del losses
     return {"batch": given, "loss": loss, "pass": whole}
 
 
 def _with_loss_ids(task: Task) -> Task:
-    """``task`` with as many tokens in the loss as its config says; which they are makes no difference."""
+    """``task`` with the number of tokens of ``loss_vocab`` in its loss; which tokens makes no difference here."""
     if task.config.loss_vocab is not None:
-        task.loss_ids = torch.arange(min(task.config.loss_vocab, task.ends.lm_head.out_features))
+        task.heads.ids = torch.arange(min(task.config.loss_vocab, task.ends.lm_head.out_features))
     return task
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside: ``now``, and at most so far (``peak``)."""
+    """Counts the bytes of tensors made inside: ``now``, and the maximum so far (``peak``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,12 +207,12 @@ class PeakMemory(TorchDispatchMode):
 
 
 def _drop_gradient(weights: Tensor) -> None:
-    weights.grad = None  # what gradients stay is counted elsewhere
+    weights.grad = None  # ``memory_parts`` counts gradients
 
 
 @contextmanager
 def _fake(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors without contents that pass for the CPU's, new modules in ``dtype``."""
+    """Tensors without contents on the CPU, new modules in ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -222,24 +226,23 @@ def _fake(dtype: torch.dtype) -> Iterator[None]:
 
 
 def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatch, trained: float = 1.0) -> float:
-    """Tokens/s of one rank here: forward, backward and AdamW on random micro-batches, after one of warm-up, of which so
-    large a share is trained.
+    """Tokens/s of one rank here: forward, backward and AdamW on random micro-batches, after one of warm-up.
 
-    Without DeepSpeed, the reading of data and the exchange between ranks.
+    Without DeepSpeed, reading of data and communication. ``trained``: share of the positions that are trained.
     """
     device = resolve_device()
-    task = _with_loss_ids(make_task(config, meta_ends(target, device=str(device), dtype=config.dtype)))
+    task = _with_loss_ids(make_task(config, meta_ends(target, device=str(device), dtype=dtype_of(config))))
     with exact_buffers(task.module):
-        module = task.module.to(device, config.dtype)
+        module = task.module.to(device, dtype_of(config))
     optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)
-    batch = random_batch(config, size, target, trained).to(device, config.dtype)
-    rows = task.rows(batch)
+    batch = random_batch(config, size, target, trained).to(device, dtype_of(config))
+    batch = replace(batch, rows=task.rows(batch))
     began = 0.0
     for step in range(MEASURED_STEPS + 1):
         if step == 1:
             began = _now(device)
-        loss = task.loss_sums(module, batch, rows, noise_seed=step)["loss"]
-        (loss / len(rows)).backward()
+        loss = task.losses(task.pairs(module, batch, seed=step))["loss"]
+        (loss / len(batch.rows)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return MEASURED_STEPS * size.tokens / (_now(device) - began)

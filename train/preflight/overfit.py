@@ -1,15 +1,16 @@
-"""--overfit N: train on a few dialogues, judge on the same ones. A pipeline that cannot learn those is not sound.
+"""--overfit N: train and judge on the same few dialogues. A pipeline that cannot learn them is not sound.
 
-Three questions, each with its answer: are the stored features what the target gives for the stored tokens? Does the
-loss fall to its floor? Would every answer token then be accepted, the first and the last of each answer included?
-The first and the last answer do not go through the training's own mask and shifts: a mistake there cannot hide itself.
+Three questions: are the stored features those of the target for the stored tokens? Does the loss fall to its floor?
+Would every answer token then be accepted, including the first and the last? The first and third question do not use
+the training's own mask and shifts, so they reveal a mistake there.
 """
 
 import argparse
 import math
 import shutil
 import sys
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from drafters.config import validate
 from drafters.model.target import TargetModel
 from train.core import engine, runtime
 from train.core.config import TrainConfig
+from train.core.lm_heads import LMHeads
 from train.core.task import make_task
 from train.data.packing import Batch, collate, complete
 from train.run.inputs import Inputs, open_inputs
@@ -30,9 +32,9 @@ from train.watch.positions import answer_positions
 
 STEPS = 400
 LEARNING_RATE = 3e-4  # at least: the papers' rates are for far longer runs
-FALLEN = 0.2  # of the loss above its floor, what may be left
-KNOWN = 0.9  # acceptance rate that must be reached, at every place
-SAME = 0.99  # cosine of a stored feature and the target's own; int8 keeps 0.9999
+FALLEN = 0.2  # largest remaining share of the loss above its floor
+KNOWN = 0.9  # least acceptance rate, at every place
+SAME = 0.99  # least cosine of a stored feature and the target's own; int8 has 0.9999
 RESULT = "overfit.json"
 DESCRIPTION = {"first": "the first token of an answer", "last": "the last one", "others": "the others"}
 
@@ -54,7 +56,7 @@ class FirstDialogues(FeatureStore):
 
 @dataclass
 class Finding:
-    """One question's answer, and where to look if it is no."""
+    """One question's answer, and where to look if it is negative."""
 
     question: str
     sound: bool
@@ -62,13 +64,13 @@ class Finding:
     look_at: str
 
     def text(self) -> str:
-        """As it is printed: a line or two."""
+        """One or two lines."""
         mark = "ok  " if self.sound else "FAIL"
         return f"{mark} {self.question}: {self.answer}" + ("" if self.sound else f"\n     look at: {self.look_at}")
 
 
 def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    """The command; returns 0 if all is sound, else 1. Writes into ``<out>-overfit``, in the place of an earlier run."""
+    """The command; returns 0 if all is sound, else 1. Replaces an earlier run in ``<out>-overfit``."""
     chosen = any(override.partition("=")[0] == "steps" for override in arguments.overrides)
     runtime.check_devices(config)
     config = overfit_config(config, config.steps if chosen and config.steps else STEPS)
@@ -90,7 +92,7 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
     """The config of the overfit run: no noise, the target's own labels, a constant learning rate after a short warm-up,
-    one folder aside."""
+    another folder."""
     changes: dict[str, Any] = {
         "out": config.out.with_name(f"{config.out.name}-overfit"),
         "steps": steps,
@@ -106,19 +108,14 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
         "tau_every": None,
         "weight_average": None,
     }
-    # No noise, the dialogues as they are and all of their answers; and what a text has is not what the target says, by
-    # which the drafter is judged.
+    # No noise, the original dialogues with all answers, and the target's distributions, which the drafter is judged by.
     plain = {"noise": "none", "labels": "target", "on_policy": None, "boost": None}
     changes |= {key: value for key, value in plain.items() if key in type(config).model_fields}
     return validate(type(config), {**config.model_dump(), **changes}, source="--overfit")
 
 
 def clear(out: Path) -> None:
-    """Delete what an earlier overfit run left.
-
-    Raises:
-        ValueError: the folder holds something else.
-    """
+    """Delete an earlier overfit run in ``out``; raise ValueError if it holds something else."""
     if not out.exists() or not any(out.iterdir()):
         return
     known = any((out / name).is_file() for name in ("run.json", RESULT))
@@ -128,9 +125,9 @@ def clear(out: Path) -> None:
 
 
 def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count: int) -> list[Finding]:
-    """Train on the first ``count`` dialogues and answer the three questions, each printed at once by the first rank.
+    """Train on the first ``count`` dialogues and answer the three questions; the first rank prints each answer.
 
-    Damaged features end it before the training, and a training that diverges is a finding, too. All ranks do the same.
+    Damaged features end it before the training; a diverging training is also a finding. All ranks do the same.
 
     Raises:
         ValueError: none of the dialogues has a trained token.
@@ -147,7 +144,7 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
         if ranks.is_first:
             print(finding.text(), flush=True)
 
-    if isinstance(few, FeatureStore) and ranks.is_first:  # what is computed online can be nothing else
+    if isinstance(few, FeatureStore) and ranks.is_first:  # online features are the target's own
         add(check_features(config, few, config.taps))
     unsound = [not finding.sound for finding in findings] or [False]
     if int(ranks.total(torch.tensor(unsound, dtype=torch.int64, device=runtime.rank_device()))):
@@ -168,9 +165,9 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
 
 @torch.no_grad()
 def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ...]) -> Finding:
-    """Run the target itself over the dialogues and compare: by the cosine, of the worst token in a hundred.
+    """Run the target over the dialogues and compare by the cosine of the worst token in a hundred.
 
-    Token ids that the target does not know and states that are not finite are told first, without the target.
+    Unknown token ids and states that are not finite are reported first, without the target.
     """
     question = "the stored features are the target's own"
     look_at = (
@@ -195,7 +192,7 @@ def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ..
 
 
 def _damage(store: FeatureStore, taps: tuple[int, ...]) -> str | None:
-    """What no target can have given, in the first dialogue that has any of it; None if none has."""
+    """Unknown token ids or states that are not finite, in the first damaged dialogue; None if there is none."""
     vocab = store.manifest.vocab_size
     for index, dialogue in enumerate(store):
         ids = dialogue.input_ids
@@ -211,16 +208,18 @@ def _damage(store: FeatureStore, taps: tuple[int, ...]) -> str | None:
 
 @torch.no_grad()
 def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
-    """The mean loss over trained tokens above its floor, which is that of a drafter equal to the target."""
+    """The mean loss over trained tokens above its floor, the loss of a drafter equal to the target."""
     task, module = run.task, run.engine.module
     module.eval()
     above = count = 0.0
+    equal = copy(task)  # a drafter equal to the target also has its LM head
+    equal.heads = LMHeads(run.config, task.ends.lm_head)
+    equal.heads.ids = task.heads.ids
     for packed in batches:
-        rows = task.rows(packed).to(run.engine.device)
-        batch = packed.to(run.engine.device, run.config.dtype)
-        predicted, target = task.pairs(module, batch, rows)
-        above += float(task.losses(predicted, target)["loss"] - task.floor(target))
-        count += len(rows)
+        batch = replace(packed, rows=task.rows(packed)).to(run.engine.device, runtime.dtype_of(run.config))
+        pairs = task.pairs(module, batch)
+        above += float(task.losses(pairs)["loss"] - equal.losses(pairs.perfect())["loss"])
+        count += len(batch.rows)
     module.train()
     return above / count
 
@@ -229,19 +228,20 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
 def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
     """Mean of sum_x min(p, q), the acceptance rate of sampled drafting, for first, last and other answer tokens.
 
-    Token t of an answer is predicted at index t - ``task.ahead``, and should be what the target's feature t - 1 says.
-    (The rate of greedy drafting would hang on ties, which a target of flat distributions has many of.)
+    Token t of an answer is predicted at index t - ``task.ahead``, and compared with the target's feature t - 1. (The
+    rate of greedy drafting would depend on ties, which are frequent in flat distributions.)
     """
     task, module = run.task, run.engine.module
     module.eval()
     shared: dict[str, list[float]] = {kind: [] for kind in DESCRIPTION}
     for packed in batches:
-        batch = packed.to(run.engine.device, run.config.dtype)
-        predicted = task.predict(module, batch)[0]
+        batch = packed.to(run.engine.device, runtime.dtype_of(run.config))
         place = answer_positions(batch.loss_mask, batch.segments)[0]
         last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0] & (place > 0)
         t = place[task.earliest :].ge(0).nonzero()[:, 0] + task.earliest
-        overlap = task.overlap(predicted[t - task.ahead], batch.features[0, t - 1])
+        pairs = task.pairs(module, replace(batch, rows=t - task.ahead))
+        pairs = task.judged(replace(pairs, targets=batch.features[0, t - 1]))
+        overlap = task.heads.compare(pairs)[0].mean(0)
         for kind, chosen in (("first", place == 0), ("last", last), ("others", (place > 0) & ~last)):
             shared[kind] += overlap[chosen[t]].tolist()
     module.train()

@@ -1,4 +1,4 @@
-"""How much there is to train on: counted in a feature store, or estimated before there is one."""
+"""The amount of training data: counted in a feature store, or estimated without one."""
 
 from dataclasses import dataclass, field
 
@@ -18,8 +18,8 @@ class Workload:
         tokens, trained: of all dialogues, and those that belong to answers.
         longest: tokens of the longest dialogue.
         steps: optimiser steps an epoch.
-        source: where the numbers are from.
-        lengths: tokens of each dialogue; empty if not known.
+        source: of the numbers.
+        lengths: tokens of each dialogue; empty if unknown.
     """
 
     tokens: int
@@ -53,7 +53,7 @@ class Workload:
 
 
 def store_workload(config: TrainConfig, store: FeatureStore) -> Workload:
-    """Counted in the store; the steps are those of the first epoch's shuffle."""
+    """Counted in the store; the steps are those of the first epoch."""
     lengths = store.lengths.tolist()
     steps = len(epoch_batches(lengths, config.batch_tokens, config.seed, 0))
     manifest = store.manifest
@@ -61,9 +61,9 @@ def store_workload(config: TrainConfig, store: FeatureStore) -> Workload:
 
 
 def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None, max_length: int) -> Workload:
-    """Of a number of tokens, all taken for trained ones; or of a data file, a sample of which is tokenized.
+    """From a number of tokens, all taken as trained; or from a tokenized sample of a data file.
 
-    Template and limit are those of ``config.data``, where there is one.
+    Template and limit are those of ``config.data``, if given.
 
     Raises:
         ValueError: unreadable data, or no tokenizer to count with.

@@ -1,7 +1,7 @@
-"""Whose answers the held-out text has, and what that means for the figures taken on it.
+"""Check that the held-out answers are the target's own, as in decoding.
 
-In decoding a drafter goes on from what the target wrote. On other answers, a dialogue's original ones, acceptance is
-another than decoding gives, so a run measures how many of their tokens are the target's own choice.
+In decoding, a drafter continues the target's own text. On other answers, such as a data set's, acceptance differs. So a
+run measures the share of their tokens that are the target's own choice.
 """
 
 import json
@@ -10,25 +10,24 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers.ownership import WORDS
-from data_prep.store.manifest import StoreManifest
+from data_prep.store.manifest import ANSWERS, StoreManifest
 from train.core.config import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OWN_SHARE = "heldout_own_answers"  # in metrics.jsonl, of the evaluation before the first step
-# Of a target's own greedy answers 0.97 and more: batches round differently where two tokens are nearly tied, and
-# an answer that was cut has an end that the target did not write.
+# 0.97 or more for a target's own greedy answers: batches round differently where two tokens are nearly tied, and an
+# answer that was cut has an end that the target did not write.
 LEAST_OWN = 0.9
 
 
 def shipped(config: str) -> str:
-    """A path to the file below ``configs/`` that can be typed here."""
+    """The path of a file below ``configs/``, from the working directory."""
     path = Path(os.path.relpath(CONFIGS / config))
     return str(CONFIGS / config if path.parts[0] == os.pardir else path)
 
 
 def describe_heldout(config: TrainConfig, manifest: StoreManifest) -> dict[str, Any]:
-    """What run.json says of the held-out text; ``remake``: the command that gives it the target's own answers."""
+    """Facts on the held-out text for run.json; ``remake``: the command to replace its answers by the target's own."""
     made = {"source": manifest.source, "answers": manifest.answers}
     if manifest.answers in ("own", "sampled"):
         return made
@@ -36,7 +35,7 @@ def describe_heldout(config: TrainConfig, manifest: StoreManifest) -> dict[str, 
 
 
 def remake_store(config: TrainConfig, manifest: StoreManifest) -> str:
-    """Deletes the held-out store and makes it anew, with the keys that its manifest tells."""
+    """Command that deletes the held-out store and makes it again, with the settings in its manifest."""
     values: dict[str, Any] = {
         "target": config.target,
         "revision": config.revision,
@@ -55,7 +54,7 @@ def remake_store(config: TrainConfig, manifest: StoreManifest) -> str:
 
 
 def remake_online(config: TrainConfig) -> str:
-    """Writes the answers into a file beside the run, for ``data.heldout``."""
+    """Command that writes the target's answers into a file beside the run, for ``data.heldout``."""
     assert config.data is not None
     data, out = config.data, config.out.with_name(f"{config.out.name}-heldout.jsonl")
     values: dict[str, Any] = {
@@ -77,11 +76,11 @@ def _line(words: list[str], values: dict[str, Any]) -> str:
 
 
 def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, Any]:
-    """For a run's summary: whose answers its held-out figures were taken on.
+    """For a run's summary: the source of the held-out answers, and a warning if they are not the target's own.
 
     Args:
-        heldout: of ``describe_heldout``; empty in runs that did not write it down.
-        share: of the answers' tokens that the target puts first, if it was measured.
+        heldout: of ``describe_heldout``; empty for older runs.
+        share: of the answers' tokens that the target ranks first; None: not measured.
     """
     found: dict[str, Any] = {key: heldout.get(key) for key in ("source", "answers")}
     found |= {"own_share": share, "warning": None}
@@ -90,18 +89,18 @@ def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, 
     begin = f"{share:.0%} of the tokens of the held-out answers are the target's own greedy choice"
     known = heldout.get("answers")
     if known == "sampled":
-        said = "it sampled them, so these figures are those of sampling, not of greedy decoding"
+        said = "it sampled them, so these figures are for sampling, not for greedy decoding"
     elif known == "own":
-        said = "though it wrote them, so the features may have been made in another dtype, or be damaged"
+        said = "although it wrote them: the features may have another dtype, or be damaged"
     else:
-        said = "so acceptance on them is not what decoding will give. Figures on its own answers take: "
+        said = "so acceptance in decoding will differ. To measure on its own answers: "
         said += heldout["remake"]
     return found | {"warning": f"{begin}: {said}"}
 
 
 def answers_line(found: dict[str, Any]) -> str:
-    """``describe_answers`` in a line."""
+    """``describe_answers`` in one line."""
     if found["warning"]:
         return f"warning: {found['warning']}"
     share = "" if found["own_share"] is None else f" ({found['own_share']:.1%} of their tokens are its greedy choice)"
-    return f"held-out answers: {WORDS[found['answers']]}{share}"
+    return f"held-out answers: {ANSWERS[found['answers']]}{share}"

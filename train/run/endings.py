@@ -1,4 +1,4 @@
-"""What a run says when it ends: where the drafter lies, what measures it, what a kill left, that it is finished."""
+"""A run's last lines: the drafter's folder, the command that measures it, and how to continue after a kill."""
 
 import json
 import shlex
@@ -12,13 +12,13 @@ from train.run.answers import shipped
 from train.run.files import StateFolder, read_object
 from train.run.state import PROGRESS
 
-UNTRAINED = ("prompt_lookup", "lookahead")  # what a drafter has to beat: methods that need neither training nor a model
+UNTRAINED = ("prompt_lookup", "lookahead")  # baselines that need neither training nor a model
 EXPORTED = ("config.json", "adapter_config.json")  # one of them is in every export
-ANSWER = 96  # most new tokens; of a target with a short context, a quarter of it
+ANSWER = 96  # most new tokens; for a target with a short context, a quarter of it
 
 
 def finished_at(config: TrainConfig, train: Source) -> int | None:
-    """The step at which the run in ``out`` has ended, all its files written; None where something is left to do."""
+    """The last step of the run in ``out``, if it is finished and all files are written; else None."""
     state = StateFolder(config.out).newest()
     progress = read_object(state / PROGRESS) if state else {}
     step, seconds = progress.get("step"), progress.get("seconds")
@@ -35,20 +35,19 @@ def finished_at(config: TrainConfig, train: Source) -> int | None:
 
 
 def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, already: bool = False) -> str:
-    """The last lines of a run that is finished after ``step`` steps; ``already``: it was so before, and is unchanged.
+    """The last lines of a run that finished after ``step`` steps; ``already``: before this start, so nothing changed.
 
-    The measuring command is to be typed as it is, unless the held-out dialogues are in no file here: then it has FILE
-    where prompts are wanted.
+    The command's prompts are the held-out dialogues, or FILE if they are not in a local file.
     """
     done = "is already finished" if already else "finished"
-    more = "; nothing was changed. A higher limit (steps, epochs, minutes) goes on" if already else ""
+    more = "; nothing was changed. A higher limit (steps, epochs, minutes) continues it" if already else ""
     line, file = measure_command(config, heldout.manifest.source, ends)
     what = "Measure it:" if file else "Measure it on a file of held-out ShareGPT dialogues or Spec-Bench questions:"
     return f"{config.out} {done} at step {step:,}{more}\nThe drafter: {config.out}\n{what}\n  {line}"
 
 
 def measure_command(config: TrainConfig, source: str, ends: FrozenEnds) -> tuple[str, bool]:
-    """The command that measures the drafter in ``out``, and whether its prompts are a file that is here."""
+    """The command that measures the drafter in ``out``, and whether its prompts are a local file."""
     here = Path(source).is_file()
     context = getattr(ends.config, "max_position_embeddings", None) or 2048
     answer = min(ANSWER, max(1, context // 4))
@@ -67,12 +66,9 @@ def measure_command(config: TrainConfig, source: str, ends: FrozenEnds) -> tuple
 
 
 def what_is_kept(run: Path, again: str, resumed: str) -> str:
-    """Of a run that was interrupted: what of it stays, and the command that goes on.
+    """What an interrupted run in the folder ``run`` has saved, and how to continue.
 
-    Args:
-        run: the run folder.
-        again: the command that started it.
-        resumed: that command with --resume.
+    ``again``: the command that started it; ``resumed``: that command with --resume.
     """
     latest = StateFolder(run).latest()
     if latest:

@@ -1,9 +1,9 @@
 """The files of a run folder.
 
 config.json, model.safetensors   the trained drafter (drafters.hub.checkpoint)
-run.json                         what it takes to run it again: config, arguments, commit, versions
+run.json                         how to run it again: config, arguments, commit, versions
 metrics.jsonl, tensorboard/      figures by step
-summary.json, summary.png        what came out of it (train/run/summary.py makes them again)
+summary.json, summary.png        its results (`python -m train.summary` makes them again)
 state/step-*/, state/latest      resumable states (train/run/state.py): the newest two, `latest` names the newest
 """
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 KEPT_STATES = 2
-PACKING = 2  # of `epoch_batches` in train/data/packing.py: raised where the same seed gives other batches
+PACKING = 2  # version of `epoch_batches` in train/data/packing.py: raised when the same seed gives other batches
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
-# What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
+# Figures in metrics.jsonl of the machine and not of the training, which differ between equal runs.
 TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds", "joules")
 
 
 class StateFolder:
-    """``state/`` of a run: which states are whole, and room for the next.
+    """``state/`` of a run: the complete states, and the one being written.
 
-    A state is written under a temporary name, renamed, and only then named in ``latest``: a kill or a power cut at any
-    point leaves ``latest`` naming a whole one.
+    A state is written under a temporary name, renamed, and only then named in ``latest``. So ``latest`` names a
+    complete state after a kill or a power cut at any point.
     """
 
     def __init__(self, run: Path) -> None:
@@ -46,21 +46,21 @@ class StateFolder:
         self._latest = self.path / "latest"
 
     def latest(self) -> str | None:
-        """The tag of the newest whole state, or None. An empty one if ``latest`` was damaged: see ``check``."""
+        """The tag of the newest complete state, or None; empty if ``latest`` is damaged (see ``check``)."""
         return self._latest.read_text(errors="replace").strip() if self._latest.is_file() else None
 
     def newest(self) -> Path | None:
-        """The newest whole state."""
+        """The folder of the newest complete state."""
         latest = self.latest()
         return self.path / latest if latest else None
 
     def kept(self) -> str:
-        """What of the run is safe, for the message of an error that ends it."""
+        """The state that survives an error, for its message."""
         newest = self.newest()
         return f"the last good state is {newest}" if newest else "no checkpoint was written yet"
 
     def check(self) -> None:
-        """Raise ValueError if ``latest`` names no state, or is missing though there are states."""
+        """Raise ValueError if ``latest`` names no state, or is missing although states exist."""
         named = self.latest()
         if named is None and self._tags():
             raise ValueError(f"{self._latest} is missing: {self.advice()}")
@@ -68,10 +68,10 @@ class StateFolder:
             raise ValueError(f"{self._latest} is damaged, it says {named!r}: {self.advice()}")
 
     def advice(self, damaged: str | None = None) -> str:
-        """How to go on from a state other than ``damaged``."""
+        """How to continue from a state other than ``damaged``."""
         tags = [tag for tag in self._tags() if tag != damaged]
         if not tags:
-            return "there is no other state; start anew with another out="
+            return "there is no other state; start again with another out="
         return f"write one of {', '.join(tags)} into {self._latest} and resume from that"
 
     def _tags(self) -> list[str]:
@@ -83,7 +83,7 @@ class StateFolder:
         return f"step-{step:08d}"
 
     def begin(self, tag: str) -> Path:
-        """An empty folder to write ``tag`` into; what killed runs left half-written goes."""
+        """An empty folder to write ``tag`` into; deletes the incomplete states of killed runs."""
         latest = self.latest() or ""
         for leftover in self.path.glob("*step-*"):
             if leftover.name.startswith(".") or leftover.name > latest:
@@ -101,24 +101,24 @@ class StateFolder:
         self.tidy()
 
     def tidy(self) -> None:
-        """Delete all states but the newest two; a run that was killed here does so when it is resumed."""
+        """Delete all states but the newest two; also on resume, because a kill may have prevented it."""
         latest = self.latest() or ""
         for old in [tag for tag in self._tags() if tag <= latest][:-KEPT_STATES]:
             shutil.rmtree(self.path / old, ignore_errors=True)
 
     def abandon(self, tag: str) -> None:
-        """Remove what was written of a state that cannot be finished."""
+        """Delete the files of a state that cannot be finished."""
         shutil.rmtree(self.path / f".{tag}", ignore_errors=True)
 
 
 def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
-    """Refuse to mix two runs. Return ``config``; if it resumes a run, keys that are auto have that run's values.
+    """Refuse to mix two runs. Return ``config``; on resume, keys that are auto have that run's values.
 
-    What a run that died before its first state left behind is no hindrance; ``clear_dead_run`` deletes it.
+    The files of a run that died before its first state are accepted; ``clear_dead_run`` deletes them.
 
     Raises:
-        ValueError: the folder holds something and ``resume`` is False; or there is nothing to resume; or another
-            process trains in it; or the config has changed since in a way that would make the rest another training.
+        ValueError: the folder is not empty and ``resume`` is False; there is nothing to resume; another process trains
+            in it; or a key changed that a resumed run must keep.
     """
     run, states = config.out, StateFolder(config.out)
     if _is_held(run / METRICS):
@@ -137,13 +137,13 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
         raise ValueError(f"--resume: {_nothing_to_resume(run)}")
     now = _by_key(config.model_dump(mode="json"))
     now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
-    # If the run began before a key existed, it did what ``older`` says, or else what the key's default says.
+    # A run from before a key existed did what ``older`` says, or else what the key's default says.
     optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
     before = _by_key(optional | config.older | read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
     settled = {key: before[key] for key, value in now.items() if value == "auto" and key in before}
     now |= settled
-    # A run may have recorded auto and not what it was; loading the weights refuses another value.
+    # A run may have recorded auto instead of the value; then loading the weights refuses another value.
     before |= {key: now[key] for key, value in before.items() if value == "auto"}
     if changed := changes(before, now):
         raise ValueError(
@@ -153,11 +153,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
 
 
 def read_info(run: Path) -> dict[str, Any]:
-    """What a run's run.json says.
-
-    Raises:
-        ValueError: there is none, or it is not what a training run writes.
-    """
+    """The contents of a run's run.json; raises ValueError if it is missing or damaged."""
     file = run / "run.json"
     try:
         info = json.loads(file.read_text())
@@ -166,7 +162,7 @@ def read_info(run: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{run} holds no training run: it has no run.json; give the `out` of one") from None
     except (ValueError, LookupError) as error:
-        raise ValueError(f"{file} is damaged ({error}); restore it, or train anew with another out=") from None
+        raise ValueError(f"{file} is damaged ({error}); restore it, or train again with another out=") from None
     return info
 
 
@@ -192,14 +188,14 @@ def _nothing_to_resume(run: Path) -> str:
 
 
 def clear_dead_run(run: Path) -> None:
-    """Delete what a run that died before its first state left, so that its figures do not mix with the next one's."""
+    """Delete the files of a run that died before its first state, so that figures of two runs do not mix."""
     if run.exists() and _is_dead(run):
         for path in run.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _is_dead(run: Path) -> bool:
-    """True if the folder holds nothing but a run's own files, and nothing that training has achieved."""
+    """True if the folder holds only a run's own files, and no state and no drafter."""
     own = {*FIGURES, *(f".{name}.tmp" for name in FIGURES)}
     names = {path.name for path in run.iterdir()}
     half = all(path.name.startswith(".") for path in (run / "state").glob("*"))
@@ -207,14 +203,14 @@ def _is_dead(run: Path) -> bool:
 
 
 def _is_held(metrics: Path) -> bool:
-    """True if a live process has these metrics open, on this machine or, where the file system has locks, on others."""
-    with contextlib.suppress(OSError, ValueError):  # there are none, or no locks
+    """True if a live process has these metrics open: on this machine, or on any if the file system has locks."""
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no locks
         return is_locked(metrics)
     return False
 
 
 def _by_key(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a group by their dotted names."""
+    """Keys of nested groups by their dotted names."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= {f"{key}.{leaf}": each for leaf, each in value.items()} if isinstance(value, dict) else {key: value}
@@ -222,28 +218,28 @@ def _by_key(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_data(manifest: StoreManifest) -> dict[str, Any]:
-    """What tells a run's dialogues from others: the data file's hash, and how many were taken."""
+    """Identifies a run's dialogues: the data file's hash, and the number of dialogues and tokens."""
     found = {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
     return found | ({"template_date": manifest.template_date} if manifest.template_date else {})
 
 
 def begun_on(run: Path) -> str | None:
-    """The date that the chat template printed in the dialogues of the run in ``run``; None where there is none."""
+    """The date in the dialogues of the run in ``run``, if its chat template prints one; else None."""
     with contextlib.suppress(ValueError, LookupError, TypeError):
         return str(read_info(run)["data"]["train"]["template_date"])
     return None
 
 
 def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError where the dialogues, or their batches, are no longer those that the run in ``run`` began with.
+    """Raise ValueError if the dialogues or their batches changed since the run in ``run`` began.
 
-    Its position in the data would point at others, some of which it has seen already.
+    Its position in the data would then skip dialogues and repeat others.
     """
     info = read_info(run)
     if info.get("packing", 1) != PACKING:
         raise ValueError(
             f"--resume: the run in {run} was begun by a version that put the dialogues into other batches; finish it "
-            f"with that version (commit {info.get('commit')}), or train anew with another out="
+            f"with that version (commit {info.get('commit')}), or train again with another out="
         )
     before = info.get("data", {})
     for split, now in data.items():
@@ -255,7 +251,7 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
 
 
 def check_same_base(run: Path, base: dict[str, Any] | None) -> None:
-    """Raise ValueError where the drafter that the run in ``run`` trains an adapter of is no longer what it was."""
+    """Raise ValueError if the base of the adapter in ``run`` changed since the run began."""
     before = read_info(run).get("base")
     if base is not None and before is not None and before["fingerprint"] != base["fingerprint"]:
         raise ValueError(
@@ -265,7 +261,7 @@ def check_same_base(run: Path, base: dict[str, Any] | None) -> None:
 
 
 def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict[str, Any]:
-    """What it takes to run a training program again; ``libraries``: whose versions matter beside torch's."""
+    """How to run a training program again; ``libraries``: whose versions matter beside torch's."""
     return {
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
@@ -275,16 +271,16 @@ def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict
 
 
 def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
-    """What it takes to run it again."""
+    """How to run it again."""
     more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks}
     return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
 
 
 def run_folder_bytes(count: int, averaged: bool = False, export: int | None = None) -> int:
-    """Of ``count`` trained parameters: the states that are kept, one more while it is written, and the export.
+    """Bytes of a run folder with ``count`` trained parameters: the kept states, one being written, and two exports.
 
-    A state is weights, two moments and the ``averaged`` weights in float32; the export is bf16, or ``export`` bytes,
-    and another is written beside the last one.
+    A state holds weights, two moments and the ``averaged`` weights in float32. The export is bf16, or ``export`` bytes;
+    a new one is written beside the old one.
     """
     return (KEPT_STATES + 1) * (16 if averaged else 12) * count + 2 * (2 * count if export is None else export)
 
@@ -295,7 +291,7 @@ def trained_parameters(module: "nn.Module") -> int:
 
 
 def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
-    """Raise ValueError unless the states and exports of ``module`` fit beside what the run folder holds already."""
+    """Raise ValueError unless the states and exports of ``module`` fit on the run folder's disk."""
     run, count = config.out, trained_parameters(module)
     there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
     what = f"the run folder {run} (states and exports of {count:,} trained parameters)"
@@ -304,9 +300,9 @@ def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
 
 
 class Metrics:
-    """metrics.jsonl and TensorBoard. A resumed run first drops the lines after its checkpoint.
+    """metrics.jsonl and TensorBoard. A resumed run first deletes the lines after its state.
 
-    The file is locked until ``close``, which tells others that a run is alive.
+    The file is locked until ``close``, so that other processes see that the run is alive.
     """
 
     def __init__(self, run: Path, step: int) -> None:
@@ -321,24 +317,20 @@ class Metrics:
         self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        """Append one line.
-
-        Raises:
-            OSError: the disk is full, say; the error names the file.
-        """
+        """Append one line; an OSError, for example of a full disk, names the file."""
         with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush TensorBoard's events, and let go of the file."""
+        """Flush TensorBoard's events and unlock the file."""
         self._file.close()
         self.board.close()
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
+    """The object in a JSON file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text())
         return found if isinstance(found, dict) else {}
@@ -346,7 +338,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl; a line cut by a kill is left out."""
+    """The lines of a run's metrics.jsonl, without one that a kill cut off."""
     path = run / METRICS
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else []:

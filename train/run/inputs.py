@@ -1,4 +1,4 @@
-"""Open and check everything that a run reads, before an hour is spent on it."""
+"""Open and check all inputs of a run before it starts."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from drafters.hub.checkpoint import TargetIdentity
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
+from train.core.runtime import dtype_of
 from train.data.online import OnlineFeatures, load_target, open_online
 from train.data.packing import Source
 from train.run.files import begun_on
@@ -21,7 +22,7 @@ from train.run.files import begun_on
 
 @dataclass
 class Inputs:
-    """What a run reads: the target's frozen ends, the training and the held-out features, and who computes them."""
+    """The target's embeddings and LM head, the training and held-out features, and the target that computes them."""
 
     ends: FrozenEnds
     train: Source
@@ -44,7 +45,7 @@ class Inputs:
             (self.ends.embed, target.body.embed_tokens),
             (self.ends.lm_head, target.model.get_output_embeddings()),
         ]
-        for ours, theirs in pairs:  # one copy of the two largest matrices suffices, where it lies right
+        for ours, theirs in pairs:  # share the two largest matrices if dtype and device are the same
             if (ours.weight.dtype, ours.weight.device) == (theirs.weight.dtype, theirs.weight.device):
                 ours.weight = theirs.weight
 
@@ -54,7 +55,7 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
 
     Args:
         config: the run's config.
-        device: where the ends go; "meta" reads their shapes alone.
+        device: where the ends go; "meta" reads only their shapes.
 
     Raises:
         ValueError: no store, one of another target, a missing tap, or no such target; for an online run see
@@ -63,10 +64,10 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
     if isinstance(config.features, str):
         texts = open_online(config, begun_on(config.out))
         check_batch_tokens(config, texts[0])
-        return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
+        return Inputs(load_frozen_ends(config.target, dtype=dtype_of(config), revision=config.revision), *texts)
     check_splits(config.features)
     train, heldout = (FeatureStore.open(config.features / split) for split in ("train", "heldout"))
-    ends = load_frozen_ends(config.target, dtype=config.dtype, device=device, revision=config.revision)
+    ends = load_frozen_ends(config.target, dtype=dtype_of(config), device=device, revision=config.revision)
     target = target_identity(config, ends)
     for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
         check_store(config, split, manifest, target)
@@ -76,7 +77,7 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
 
 
 def check_batch_tokens(config: TrainConfig, train: Source) -> None:
-    """Raise ValueError where the longest dialogue alone is more than a batch may hold."""
+    """Raise ValueError if the longest dialogue does not fit into a batch."""
     longest = int(train.lengths.max())
     limits = [("batch_tokens", config.batch_tokens, "max_length where the dialogues are read")]
     if config.data is not None:
@@ -90,7 +91,7 @@ def check_batch_tokens(config: TrainConfig, train: Source) -> None:
 
 
 def check_splits(features: Path) -> None:
-    """Raise ValueError where the features' splits have other names than training looks for."""
+    """Raise ValueError if the features' splits have other names than train and heldout."""
     found = sorted(manifest.parent.name for manifest in features.glob(f"*/{MANIFEST}"))
     missing = [split for split in ("train", "heldout") if split not in found]
     if found and missing:
@@ -101,9 +102,9 @@ def check_splits(features: Path) -> None:
 
 
 def check_tokenizer(config: TrainConfig, train: StoreManifest, heldout: StoreManifest) -> None:
-    """Raise ValueError if the target's tokenizer or chat template is another than one of the stores was made with.
+    """Raise ValueError if the target's tokenizer or chat template differs from that of a store.
 
-    A target whose tokenizer lies elsewhere cannot be compared, and is not.
+    A target without a tokenizer in its folder is not compared.
     """
     made_with = {"tokenizer": train.tokenizer_hash, "chat template": train.template_hash}
     others = {"heldout/": (heldout.tokenizer_hash, heldout.template_hash)}
@@ -120,7 +121,7 @@ def check_tokenizer(config: TrainConfig, train: StoreManifest, heldout: StoreMan
 
 
 def check_store(config: TrainConfig, split: str, manifest: StoreManifest, target: TargetIdentity) -> None:
-    """Raise ValueError unless the store was made with ``target`` and holds what the drafter reads."""
+    """Raise ValueError unless the store was made with ``target`` and has the drafter's layers."""
     store = Path(config.features) / split
     sizes = (
         ("hidden size", manifest.hidden_size, target.hidden_size),
@@ -132,7 +133,7 @@ def check_store(config: TrainConfig, split: str, manifest: StoreManifest, target
     if differing:
         fix = f"set target: {manifest.target_name} or make the features again with {target.name!r}"
         if manifest.target_name == target.name:
-            fix = f"{target.name!r} is no longer what it was then: restore it, or make the features again"
+            fix = f"{target.name!r} has changed since then: restore it, or make the features again"
         raise ValueError(
             f"{store} was made with target {manifest.target_name!r}, the config says target: {target.name!r} "
             f"({'; '.join(differing)}); {fix}"
@@ -147,12 +148,12 @@ def check_store(config: TrainConfig, split: str, manifest: StoreManifest, target
 
 
 def check_taps(config: TrainConfig, target: str, layers: int) -> None:
-    """Raise ValueError where the drafter reads a layer that ``target`` does not have."""
+    """Raise ValueError if the drafter reads a layer that ``target`` lacks."""
     for layer in config.taps:
         if layer >= layers:
             raise ValueError(f"exit layer {layer} must be below the {layers} layers of {target!r}")
 
 
 def target_identity(config: TrainConfig, ends: FrozenEnds) -> TargetIdentity:
-    """What a checkpoint says of the target, which is not in memory."""
+    """The target's identity for a checkpoint."""
     return ends.identity(config.target, config.revision)

@@ -1,8 +1,7 @@
 """The training loop of every drafter: batches -> losses -> DeepSpeed's step -> logs, checkpoints, exports.
 
-Resuming is exact: what a step does follows from the weights, the optimiser's state and the step's position in the data
-alone. The order of the data, the noise and dropout are drawn from the seed and that position, so a checkpoint holds no
-generator's state.
+Resuming is exact: a step depends only on the weights, the optimiser's state and the position in the data. The order of
+the data, the noise and dropout are drawn from the seed and that position, so a checkpoint has no generator's state.
 """
 
 import math
@@ -10,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from drafters.common.machine import hardware
 from drafters.common.threads import fit_threads
 from train.core.average import WeightAverage
 from train.core.engine import Engine
-from train.core.runtime import Ranks, check_same_step, rank_device, seed_step
+from train.core.runtime import Ranks, check_same_step, dtype_of, rank_device, seed_step
 from train.core.task import Task
+from train.core.weights import init_from
 from train.data.frequency import find_frequent
-from train.data.packing import Batch, Position, StepData, TrainData
+from train.data.packing import Batch, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.run.answers import OWN_SHARE, answers_line, describe_answers, describe_heldout
 from train.run.files import (
@@ -41,37 +41,21 @@ from train.run.files import (
     describe_run,
 )
 from train.run.inputs import Inputs, target_identity
+from train.run.limits import Limits, Progress
 from train.run.state import SavedState, save_state
 from train.run.summary import write_summary
 from train.watch.energy import TrainingEnergy
-from train.watch.flops import training_cost
+from train.watch.flops import TrainingCost, training_cost
 from train.watch.heldout import Heldout
 from train.watch.meter import Meter
 from train.watch.tau import HeldoutTau
 
-EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
+EPSILON = 1e-5  # added to the loss's denominator, as in EAGLE's released code
 TAU_FIX = "if the target does not fit beside the training, set tau_device: cpu; or set tau_every: null"
 
 
 class TrainingDiverged(Failure):
     """The loss or the gradient is NaN or infinite."""
-
-
-@dataclass
-class Progress:
-    """What a saved state holds beside weights and Adam's moments."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    joules: float | None = 0.0
-
-    @property
-    def position(self) -> Position:
-        """The next global batch."""
-        return Position(self.epoch, self.batch)
 
 
 class TrainRun:
@@ -81,82 +65,116 @@ class TrainRun:
         self.task, self.inputs, self.ranks, self.config = task, inputs, ranks, task.config
         self.states = StateFolder(self.config.out)
         saved = SavedState(self.states.newest() or self.states.path) if resume else None
-        task.load()
-        if self.config.init_from is not None and (saved is None or self.config.lora):  # no state has a LoRA's base
-            task.init_from(self.config.init_from)
+        self.progress = Progress(**{"joules": None, **saved.progress}) if saved else Progress()
+        self._load_weights(saved)
+        cost = training_cost(task)  # before ZeRO-3 partitions the weights
+        self._choose_tokens(saved)
+        self._start_engine()
+        self._open_data()
+        self._watch(cost)
+        self.info = self._describe(arguments)
         if saved:
-            saved.load_weights(task.module)
-        cost = training_cost(task)
-        find_frequent(task, inputs.train)
-        if saved is None and task.fits:
-            task.ends.to(rank_device())
-            inputs.load_target(self.config, rank_device())
-            task.fit(inputs.train)
+            self._restore_optimizer(saved)
+        self.metrics = self._open_run_folder(resume) if ranks.is_first else None
+
+    def _load_weights(self, saved: SavedState | None) -> None:
+        """Random weights, those of ``init_from``, or those of the saved state."""
+        self.task.load()
+        if self.config.init_from is not None and (saved is None or self.config.lora):  # no state has a LoRA's base
+            init_from(self.task, self.config.init_from)
+        if saved:
+            saved.load_weights(self.task.module)
+
+    def _choose_tokens(self, saved: SavedState | None) -> None:
+        """The vocabularies of draft and loss, and weights that are solved for: both from the training data."""
+        find_frequent(self.task, self.inputs.train)
+        if saved is None and self.config.solves_weights:
+            self.task.ends.to(rank_device())
+            self.inputs.load_target(self.config, rank_device())
+            self.task.fit(self.inputs.train)
+
+    def _start_engine(self) -> None:
+        task = self.task
         self.engine = Engine(task.module, self.config, task.rate_factors(0), task.lm_heads)
         task.ends.to(self.engine.device)
-        if inputs.target is None:
-            inputs.load_target(self.config, self.engine.device)
+        if self.inputs.target is None:
+            self.inputs.load_target(self.config, self.engine.device)
         decay = self.config.weight_average
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
-        self.meter = Meter(task, cost, self.engine.device)
+        check_same_step(self.ranks, self.progress.step, self.engine.device)
+
+    def _open_data(self) -> None:
+        """The training batches, the held-out text, and the check of both stores' files."""
+        inputs, device = self.inputs, self.engine.device
         stores = [inputs.train, inputs.heldout] if self.config.verify else []
-        self.check = ShardCheck(stores, ranks, self.engine.device)
-        self.data = TrainData(inputs.train, self.config, ranks, pin=self.engine.device.type == "cuda")
+        self.check = ShardCheck(stores, self.ranks, device)
+        self.data = TrainData(inputs.train, self.config, self.ranks, pin=device.type == "cuda")
         self.data.check = self.check
-        self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
-        whole = bool(self.config.tau_every)  # its prompts are spread over the store
-        self.check.first_read(inputs.heldout, range(len(inputs.heldout)) if whole else self.heldout.dialogues)
-        tau = HeldoutTau(task, inputs.heldout, self.engine.device, inputs.target) if whole and ranks.is_first else None
-        self.tau: HeldoutTau | None = tau
-        self.last_step = self.config.last_step(self.data.steps_in)
-        # A state of before energy was counted does not tell it.
-        self.progress = Progress(**{"joules": None, **saved.progress}) if saved else Progress()
-        check_same_step(ranks, self.progress.step, self.engine.device)
-        self.energy = TrainingEnergy(self.engine.device, ranks, self.progress.joules)
-        self.data.rewrite = task.rewriter(self.data, self.engine, lambda: self.progress.step)
-        self._clock = time.monotonic()
-        data = {"train": describe_data(inputs.train.manifest)}
-        heldout = describe_heldout(self.config, inputs.heldout.manifest)
-        more = {"data": data, "heldout": heldout, "loss_chunk_rows": task.chunk_rows, "energy": self.energy.how}
-        more |= {"hardware": hardware(self.engine.device)}
-        base = None if task.base is None else task.base.model_dump()
-        self.info = describe_run(self.config, arguments, ranks.count) | more | ({"base": base} if base else {})
-        if saved:
-            check_same_data(self.config.out, data)
-            check_same_base(self.config.out, base)
-            saved.load_optimizer(self.engine, self.progress.step)
-            if self.average is not None:
-                self.average.load(saved.weight_average())
-        self.metrics: Metrics | None = None
-        if ranks.is_first:
-            self.config.out.mkdir(parents=True, exist_ok=True)
-            if saved:
-                self.states.tidy()
-            else:
-                clear_dead_run(self.config.out)
-            replace_json(self.config.out / "run.json", {**self.info, "resumed_at_step": self.progress.step})
-            self.metrics = Metrics(self.config.out, self.progress.step)
+        self.data.rewrite = self.task.rewriter(self.data, self.engine, lambda: self.progress.step)
+        last_step = self.config.last_step(self.data.steps_in)
+        self.limits = Limits(self.config, self.progress, last_step, self.ranks, device)
+        self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, self.ranks)
+        everywhere = range(len(inputs.heldout))  # the prompts of tau are spread over the store
+        self.check.first_read(inputs.heldout, everywhere if self.config.tau_every else self.heldout.dialogues)
+
+    def _watch(self, cost: TrainingCost) -> None:
+        """Meters of speed and energy, and the decoding loop for tau on the first rank."""
+        self.meter = Meter(self.task, cost, self.engine.device)
+        self.energy = TrainingEnergy(self.engine.device, self.ranks, self.progress.joules)
+        self.tau: HeldoutTau | None = None
+        if self.config.tau_every and self.ranks.is_first:
+            self.tau = HeldoutTau(self.task, self.inputs.heldout, self.engine.device, self.inputs.target)
+
+    def _describe(self, arguments: list[str]) -> dict[str, Any]:
+        """The contents of run.json."""
+        task, inputs = self.task, self.inputs
+        more = {
+            "data": {"train": describe_data(inputs.train.manifest)},
+            "heldout": describe_heldout(self.config, inputs.heldout.manifest),
+            "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
+            "energy": self.energy.how,
+            "hardware": hardware(self.engine.device),
+        }
+        base = None if task.base is None else {"base": task.base.model_dump()}
+        return describe_run(self.config, arguments, self.ranks.count) | more | (base or {})
+
+    def _restore_optimizer(self, saved: SavedState) -> None:
+        """The saved optimizer state, after a check that data and base are those that the run began with."""
+        check_same_data(self.config.out, self.info["data"])
+        check_same_base(self.config.out, self.info.get("base"))
+        saved.load_optimizer(self.engine, self.progress.step)
+        if self.average is not None:
+            self.average.load(saved.weight_average())
+
+    def _open_run_folder(self, resume: bool) -> Metrics:
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        if resume:
+            self.states.tidy()
+        else:
+            clear_dead_run(self.config.out)
+        replace_json(self.config.out / "run.json", {**self.info, "resumed_at_step": self.progress.step})
+        return Metrics(self.config.out, self.progress.step)
 
     def train(self) -> None:
-        """From the current step to the limit that comes first; evaluates, saves and exports at the end, too.
+        """Train from the current step to the first limit; evaluate, save and export, also at the end.
 
         Raises:
             TrainingDiverged: the loss or the gradient is not finite; the checkpoints stay as they were.
         """
         config, progress = self.config, self.progress
-        self._clock = time.monotonic() - progress.seconds
-        form = None if self.last_step is None else WITHOUT_TIME_LEFT
-        bar = Bar(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, bar_format=form)
+        self.limits.start()
+        form = None if self.limits.last_step is None else WITHOUT_TIME_LEFT
+        bar = Bar(total=self.limits.last_step, initial=progress.step, disable=not self.ranks.is_first, bar_format=form)
         steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
-        finished = progress.step > 0 and self._finished()  # however short `minutes` are, there is one step
+        finished = progress.step > 0 and self.limits.finished()  # at least one step, even in a short run
         if finished:
-            bar.write(f"{config.out} was killed at its end, after step {progress.step:,}: what is missing is written")
+            bar.write(f"{config.out} was killed at its end, after step {progress.step:,}: writes the missing files")
             self._export()
         elif progress.step:
-            bar.write(f"{config.out}: going on after step {progress.step:,}{self._of_limit()}")
+            bar.write(f"{config.out}: continues after step {progress.step:,}{self.limits.text()}")
         else:
-            apart = self.inputs.heldout is not self.inputs.train  # as --overfit has them
-            self._evaluate(bar, whose=apart)  # what does not fit into memory, or is not there, fails now
+            apart = self.inputs.heldout is not self.inputs.train  # not in --overfit
+            self._evaluate(bar, whose=apart)  # too little memory or a missing file fails now
             self._measure_tau(bar)
         ended = "finished"
 
@@ -166,7 +184,7 @@ class TrainRun:
         try:
             while not finished:
                 self._step(steps, bar)
-                finished = self._finished()
+                finished = self.limits.finished()
                 if due(config.eval_every):
                     self._evaluate(bar)
                 if due(config.tau_every):
@@ -174,7 +192,7 @@ class TrainRun:
                 if due(config.save_every) or due(config.export_every):
                     self.check.wait(bar.write)
                     self._check_shards()
-                # The state comes before the export: a full disk must not cost what was trained.
+                # The state first, so that a full disk during the export does not lose training.
                 if due(config.save_every):
                     self._save()
                 if due(config.export_every):
@@ -197,10 +215,10 @@ class TrainRun:
     # ------------------------------------------------------------------------------------------- one step
 
     def _step(self, steps: Iterator[StepData], bar: Any) -> None:
-        """One optimiser step. What it does follows from the weights, the optimiser's state and the step's number alone.
+        """One optimiser step, which depends only on the weights, the optimiser's state and the step's number.
 
-        Micro-batches and ranks differ in how many positions they train on, so losses are summed, and divided once by
-        the positions of all of them.
+        Micro-batches and ranks differ in their numbers of trained positions, so losses are summed, and divided once by
+        the positions of all.
         """
         # The data, the random numbers and the learning rate of this step.
         began = time.monotonic()
@@ -208,23 +226,23 @@ class TrainRun:
         data = next(steps)
         progress, engine = self.progress, self.engine
         seed_step(self.config.seed, progress.step, self.ranks)
-        rate = self._learning_rate()
+        rate = self.limits.learning_rate()
 
         # The trained positions: counted before the first loss, so that its gradient has the right scale at once.
-        rows = [self.task.rows(batch) for batch in data.batches]
-        if self.data.pin:  # copied from other memory, they would wait for the micro-batch before
-            rows = [part.pin_memory() for part in rows]
-        tokens = sum(batch.tokens for batch in data.batches)
-        counts = self._total([sum(len(part) for part in rows), tokens, self.check.broken])
-        # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
-        share = (self.ranks.count * len(data.batches) / (counts[0] + EPSILON)).float()
+        random_seed = self.config.seed * 1_000_003 + data.epoch  # of noise
+        batches = [self._with_rows(batch, random_seed) for batch in data.batches]
+        tokens = sum(batch.tokens for batch in batches)
+        counts = self._total([sum(len(batch.rows) for batch in batches), tokens, self.check.broken])
+        # DeepSpeed averages over ranks and micro-batches; the loss is the mean over the positions of all of them.
+        share = (self.ranks.count * len(batches) / (counts[0] + EPSILON)).float()
 
         # Forward and backward, micro-batch by micro-batch. The losses' sums stay on the device.
         sums: dict[str, Tensor] = {}
-        for number, (batch, part) in enumerate(zip(data.batches, rows, strict=True)):
+        for number, batch in enumerate(batches):
             if number:
-                engine.step()  # before the accumulation boundary this only counts the micro-batch before
-            parts = self._loss(batch, part, data.epoch)
+                engine.step()  # before the accumulation boundary this only counts the previous micro-batch
+            on_device = batch.to(engine.device, dtype_of(self.config))
+            parts = self.task.losses(self.task.pairs(engine, on_device, random_seed))
             engine.backward(parts["loss"] * share)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value.detach()
@@ -236,84 +254,39 @@ class TrainRun:
             self.average.update(progress.step)
         *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
 
-        # What is not finite, or came from a broken shard, has reached the weights by now, but no saved state.
+        # NaN, or data of a broken shard, has reached the weights by now, but no saved state.
         if broken:
             self._check_shards()
         losses = dict(zip(sums, means, strict=True))
         self._check_finite({**losses, "grad_norm": norm})
 
-        # Only now is the step done: a state saved after it goes on with the next batch.
+        # The step is done: a state saved now continues with the next batch.
         progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
         progress.epoch, progress.batch = data.following.epoch, data.following.batch
-        progress.seconds = time.monotonic() - self._clock
+        progress.seconds = self.limits.elapsed()
         self.energy.tick()
+        self.meter.step_done(batches)
         self._report(bar, losses, norm, rate, tokens / (time.monotonic() - began))
 
-    def _loss(self, batch: Batch, rows: Tensor, epoch: int) -> dict[str, Tensor]:
-        noise_seed = self.config.seed * 1_000_003 + epoch
-        on_device = batch.to(self.engine.device, self.config.dtype)
-        return self.task.loss_sums(self.engine, on_device, rows.to(self.engine.device, non_blocking=True), noise_seed)
-
-    def _learning_rate(self) -> float:
-        """Linear warm-up from 0, then the schedule over what is left of steps, epochs or minutes."""
-        config, step = self.config, self.progress.step
-        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-        if config.schedule == "constant" or warm < 1.0:
-            return config.learning_rate * warm
-        done = self._fraction_done()
-        left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
-        return config.learning_rate * left
-
-    def _fraction_done(self) -> float:
-        by_step, warmup = 0.0, self.config.warmup_steps
-        if self.last_step is not None:
-            by_step = (self.progress.step - warmup) / max(1, self.last_step - warmup)
-        by_clock = self.progress.seconds / (60 * self.config.minutes) if self.config.minutes else 0.0
-        if self.config.minutes and self.ranks.count > 1:
-            by_clock = float(self._total([by_clock])) / self.ranks.count
-        return min(1.0, max(0.0, by_step, by_clock))
-
-    def _of_limit(self) -> str:
-        """Out of how many steps and minutes, as far as they are limited."""
-        steps, minutes = f" of {self.last_step:,}" if self.last_step is not None else "", self.config.minutes
-        return steps + (f", {self.progress.seconds / 60:.1f} of {minutes:g} minutes" if minutes else "")
-
-    def _finished(self) -> bool:
-        if self.last_step is not None and self.progress.step >= self.last_step:
-            return True
-        if self.config.minutes is None:
-            return False
-        late = time.monotonic() - self._clock >= 60 * self.config.minutes
-        ended = bool(self._total([late]) > 0)  # one rank's clock decides for all
-        if ended:  # as the state has to say, or a resumed run would take one step more
-            self.progress.seconds = max(self.progress.seconds, 60 * self.config.minutes)
-        return ended
+    def _with_rows(self, batch: Batch, seed: int) -> Batch:
+        rows = self.task.rows(batch, seed)
+        return replace(batch, rows=rows.pin_memory() if self.data.pin else rows)  # else the copy would wait for the GPU
 
     # ------------------------------------------------------------------------------------------- figures
 
     def _report(self, bar: Any, losses: dict[str, float], norm: float, rate: float, speed: float) -> None:
         bar.update(1)
-        self.meter.step_done()
         step = self.progress.step
-        if step % self.config.log_every and step != self.last_step:
+        if step % self.config.log_every and step != self.limits.last_step:
             return
-        text = f"loss {losses['loss']:.3f}, {speed:,.0f} tokens/s, {self._time_left()} left"
+        text = f"loss {losses['loss']:.3f}, {speed:,.0f} tokens/s, {self.limits.time_left()} left"
         bar.set_postfix_str(text, refresh=False)
         if self.metrics:
             more = {"learning_rate": rate, "grad_norm": norm, **self.meter.figures(self.progress.tokens)}
             self.metrics.add(step, {**losses, **more, "tokens": self.progress.tokens})
 
-    def _time_left(self) -> str:
-        """Until the limit that comes first."""
-        progress, left = self.progress, []
-        if self.last_step is not None and progress.step:
-            left.append(progress.seconds / progress.step * (self.last_step - progress.step))
-        if self.config.minutes:
-            left.append(60 * self.config.minutes - progress.seconds)
-        return str(tqdm.format_interval(max(0, min(left))))
-
     def _sum_up(self, ended: str) -> None:
-        """The run's summary; what hinders it (a full disk) must not hide what ended the run."""
+        """Write the run's summary; its own errors (a full disk) only give a warning."""
         try:
             found = write_summary(self.config.out, ended)["heldout_answers"]
             if found["warning"]:
@@ -322,7 +295,7 @@ class TrainRun:
             tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """The module has the weights that are to be judged and exported meanwhile."""
+        """Inside, the module has the averaged weights, which are judged and exported."""
         return nullcontext() if self.average is None else self.average.in_place()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -330,7 +303,7 @@ class TrainRun:
             return self.engine.weights()
 
     def _evaluate(self, bar: Any, whose: bool = False) -> None:
-        module, device, dtype = self.engine.module, self.engine.device, self.config.dtype
+        module, device, dtype = self.engine.module, self.engine.device, dtype_of(self.config)
         with self._averaged():
             figures = self.heldout.figures(self.task, module, device, dtype, whose)
         joules = self.progress.joules = self.energy.total()
@@ -338,8 +311,8 @@ class TrainRun:
             return
         bad = [name for name, value in figures.items() if not math.isfinite(value)]
         figures = {name: value for name, value in figures.items() if name not in bad}
-        if bad:  # of the held-out text alone, perhaps of one dialogue: no reason to lose a run
-            bar.write(f"warning: step {self.progress.step}: NaN or infinite, and left out: {', '.join(bad)}")
+        if bad:  # perhaps from one held-out dialogue: the run goes on
+            bar.write(f"warning: step {self.progress.step}: NaN or infinite, so left out: {', '.join(bad)}")
             figures["heldout_not_finite"] = len(bad)
         spent = {"seconds": round(self.progress.seconds, 1)} | ({} if joules is None else {"joules": round(joules, 1)})
         self.metrics.add(self.progress.step, {**figures, **spent})
@@ -349,7 +322,7 @@ class TrainRun:
             bar.write(answers_line(describe_answers(self.info["heldout"], figures.get(OWN_SHARE))))
 
     def _measure_tau(self, bar: Any) -> None:
-        """tau by the real loop, on the first rank; the others wait. The run's clock stands still meanwhile."""
+        """Measure tau by the real loop on the first rank, while the others wait; the time is taken off the clock."""
         if not self.config.tau_every:
             return
         began = time.monotonic()
@@ -364,12 +337,12 @@ class TrainRun:
             except (RuntimeError, ValueError, OSError) as error:
                 if self.progress.step == 0:
                     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                        raise  # a fault, of which the trace tells more
+                        raise  # a bug: show the trace
                     raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
                 bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
-                self.tau = None  # no reason to lose a run
+                self.tau = None  # the run goes on
         spent = time.monotonic() - began if self.ranks.is_first else 0.0
-        self._clock += float(self._total([spent]))
+        self.limits.skip(float(self._total([spent])))
 
     def _check_finite(self, values: dict[str, float]) -> None:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
@@ -387,11 +360,11 @@ class TrainRun:
         )
 
     def _check_shards(self) -> None:
-        """Raise ValueError if a shard that was read is found to be broken: no checkpoint may come from it."""
+        """Raise ValueError if a shard that was read is broken, before a checkpoint is made from it."""
         if problems := self.check.problems():
             raise ValueError(
-                f"stopped at step {self.progress.step}, {self.states.kept()}: {problems}; then go on with --resume, or "
-                "start anew. With verify: false it would be trained on as it is"
+                f"stopped at step {self.progress.step}, {self.states.kept()}: {problems}; then continue with "
+                "--resume, or start again. verify: false would train on it anyway"
             )
 
     def _total(self, values: list[float]) -> Tensor:

@@ -1,17 +1,10 @@
-"""The picture of a run: small plots over the steps."""
+"""The picture of a run: small plots over the steps. matplotlib is imported late, because it takes half a second."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter  # noqa: E402
-
-from drafters.common.files import replacing  # noqa: E402
+from drafters.common.files import replacing
 
 COLORS = ("#3b6ea8", "#c98a2b", "#4f8f5b", "#a8513b", "#7a5ba8", "#6b747d")
 
@@ -21,6 +14,11 @@ Line = tuple[str, str]  # a figure's name in metrics.jsonl, and its label
 
 def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
     """Write the picture to ``path`` (PNG, 15 x 8 inches), replacing a file at once."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     plots, answers = panels(rows), summary["heldout_answers"]
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     for axis, (title, lines, scale) in zip(axes.flat, plots, strict=True):
@@ -60,7 +58,9 @@ def panels(rows: Rows) -> list[tuple[str, list[Line], str]]:
     ]
 
 
-def _panel(axis: Axes, title: str, lines: list[Line], rows: Rows, scale: str) -> None:
+def _panel(axis: Any, title: str, lines: list[Line], rows: Rows, scale: str) -> None:
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
     axis.set_title(title, fontsize=10)
     axis.set_xlabel("step", fontsize=9)
     axis.tick_params(labelsize=8)

@@ -7,8 +7,8 @@ state/step-00001000/
   weight_average.safetensors    with the config's weight_average, by the same names
   progress.json             steps done, the position in the data, the time spent; and the SHA-256 of all of these
 
-Not DeepSpeed's own checkpoint, which is pickled and, from ZeRO-1 on, split by rank: another number of ranks could not
-read it. Whole tensors are gathered for this one, and each rank takes its part of them again on loading.
+It is not DeepSpeed's checkpoint, which is pickled and, from ZeRO-1 on, split by rank, so that another number of ranks
+could not read it. Here whole tensors are gathered, and each rank takes its part of them on loading.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from data_prep.store.reader import file_sha256
+from data_prep.common.disk import file_sha256
 from drafters.common.files import replace_json, save_tensors
 from drafters.common.paths import readable
 from train.core.average import FILE as AVERAGE
@@ -34,7 +34,7 @@ ALWAYS = (WEIGHTS, *MOMENTS)
 
 
 class SavedState:
-    """A whole state on disk.
+    """A complete state on disk.
 
     Raises:
         ValueError: it is damaged, missing, or of another format.
@@ -58,11 +58,7 @@ class SavedState:
             raise ValueError(f"{folder} is damaged ({wrong} differ from the checksums in {PROGRESS}): {self._advice()}")
 
     def load_weights(self, module: nn.Module) -> None:
-        """Give the module its weights, before an engine takes them apart.
-
-        Raises:
-            ValueError: the names or shapes are others than the module's.
-        """
+        """Load the module's weights, before an engine splits them; raise ValueError if names or shapes differ."""
         ours = {name: tuple(value.shape) for name, value in _trained(module)}
         file = self._files[WEIGHTS]
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -81,11 +77,7 @@ class SavedState:
                 engine.scatter(parameter, kind, self._files[kind].get_tensor(name))
 
     def weight_average(self) -> dict[str, Tensor]:
-        """By the names of the weights.
-
-        Raises:
-            ValueError: the run kept none.
-        """
+        """The averages by the weights' names; raises ValueError if the state has none."""
         if (file := self._files.get(AVERAGE)) is None:
             raise ValueError(f"{self.folder} holds no {AVERAGE}, which the config asks for; set {AVERAGE}=null")
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -108,12 +100,12 @@ def save_state(
     ranks: Ranks,
     average: WeightAverage | None = None,
 ) -> None:
-    """Write the state after ``step`` steps, and name it as the newest once it is whole; every rank has to call it.
+    """Write the state after ``step`` steps, then name it as the newest; a collective.
 
-    A kill on the way leaves the states before as they were.
+    A kill meanwhile leaves the earlier states as they were.
 
     Raises:
-        OSError: the disk is full, say. What was written of this state is removed; the states before stay.
+        OSError: for example a full disk. The incomplete state is deleted; earlier states stay.
     """
     tag, failure = states.tag(step), None
     folder = states.begin(tag) if ranks.is_first else Path()
@@ -124,7 +116,7 @@ def save_state(
         for name, parameter in _trained(engine.module):
             if kind != AVERAGE and kind not in engine.kept_of(parameter):
                 continue
-            # A collective, also after a failure.
+            # A collective, so also after a failure.
             whole = averages[name] if kind == AVERAGE else engine.gather(parameter, kind)
             if ranks.is_first and failure is None:
                 tensors[name] = whole.to("cpu", torch.float32)

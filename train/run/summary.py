@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from drafters.common.files import replace_json
+from train.run import picture
 from train.run.answers import OWN_SHARE, describe_answers
 from train.run.files import StateFolder, read_metrics, read_object
 
-SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
+SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; all others are better if larger
 
 
 def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
@@ -22,14 +23,12 @@ def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     """
     summary = make_summary(run, ended)
     replace_json(run / "summary.json", summary, allow_nan=True)  # as a diverged run's figures may be
-    from train.run.picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
-
-    draw(summary, read_metrics(run), run / "summary.png")
+    picture.draw(summary, read_metrics(run), run / "summary.png")
     return summary
 
 
 def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
-    """What the files of a run say, as one mapping; ``heldout`` has first, last and best of every held-out figure.
+    """A run's files as one mapping; ``heldout`` has first, last and best of every held-out figure.
 
     Raises:
         ValueError: the folder holds no run, or one that logged nothing.

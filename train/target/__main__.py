@@ -3,8 +3,8 @@
     python -m train.target --config configs/target/stdlib.yaml [key=value ...] [--resume]
 
 The run folder holds run.json, metrics.jsonl, TensorBoard events, checkpoints and `export/`, a Hugging Face snapshot
-that is refreshed while training goes on. A killed run continues with --resume, bit for bit. The schedule is
-warm-up, constant, linear decay: give a resumed run another `steps=` to choose when the decay comes.
+that is renewed during training. A killed run continues with --resume, bit for bit. The schedule is warm-up, constant,
+linear decay: another `steps=` on --resume moves the decay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drafters.cli.program import CommandLine, keeping, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import load_config
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(config: TargetConfig) -> None:
-    """Raise ValueError where the corpus or the target whose tokenizer is wanted is missing, or a file is in the way."""
+    """Raise ValueError if the corpus or the `tokenizer:` target is missing, or a folder cannot be written."""
     check_folder(config.run_dir, "run_dir:")
     check_folder(config.final_dir, "final_dir:")
     check_model(config.tokenizer, "tokenizer")

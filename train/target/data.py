@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.messages import Message, uses_tools
 from data_prep.dialogues.reader import ReadCounts, read_dialogues
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 from train.target.files import DataPosition, replace_folder
 
 END, PAD = "<|end|>", "<|endoftext|>"
 SPECIAL_TOKENS = [PAD, END, "<|user|>", "<|assistant|>"]
-# A system message is folded into the first user turn: a token that training never saw would only be noise.
+# A system message becomes part of the first user turn, because the corpus has none to train a token for it.
 CHAT_TEMPLATE = (
     "{%- set ns = namespace(system='') -%}"
     "{%- for message in messages -%}"
@@ -36,8 +36,8 @@ CHAT_TEMPLATE = (
 
 
 def read_messages(path: Path) -> list[list[Message]]:
-    """Chat messages of each usable dialogue of a ShareGPT file, without those with tools, which the template does not
-    print; says what it dropped or changed."""
+    """Chat messages of each usable dialogue of a ShareGPT file, without dialogues with tools, which the template cannot
+    print. Prints the numbers of dropped and changed dialogues."""
     counts = ReadCounts()
     read = [list(dialogue.messages) for dialogue in read_dialogues(path, counts)]
     messages = [each for each in read if not uses_tools(each)]
@@ -49,7 +49,7 @@ def read_messages(path: Path) -> list[list[Message]]:
 
 
 def train_tokenizer(dialogues: list[list[Message]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the chat template; the same dialogues give the same tokenizer."""
+    """Train a byte-level BPE with the chat template; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,10 +71,10 @@ def train_tokenizer(dialogues: list[list[Message]], vocab_size: int) -> PreTrain
 
 
 def get_tokenizer(config: TargetConfig) -> PreTrainedTokenizerFast:
-    """The corpus's tokenizer: trained once, shared by every model of that corpus (target and draft must agree).
+    """The corpus's tokenizer, trained once and shared by target and draft model; or the one of ``tokenizer:``.
 
     Raises:
-        ValueError: another model's tokenizer was asked for, and ``model.vocab_size`` is less than it has.
+        ValueError: ``tokenizer:`` has more tokens than ``model.vocab_size``.
     """
     if config.tokenizer is not None:
         chat = load_tokenizer(config.tokenizer)
@@ -101,10 +101,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, dialogues: list[list[Message]]) -
 
 
 def pack_rows(documents: list[list[int]], length: int, generator: random.Random, pool: int = 64) -> list[list[int]]:
-    """Rows of exactly `length` tokens, each beginning with a dialogue, so that short prompts are in distribution.
+    """Rows of exactly `length` tokens without padding, each beginning with a dialogue, as prompts do.
 
-    A row takes the next dialogue, then from a pool of waiting ones the longest that still fits, and ends with the
-    beginning of some dialogue: nothing is padded. A dialogue longer than a row is cut at a random place.
+    A row takes the next dialogue, then the longest fitting ones from a pool, and ends with the beginning of a random
+    dialogue. A dialogue longer than a row is cut at a random place.
     """
     pieces = []
     for document in documents:

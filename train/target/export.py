@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafters.common.files import keep_mode
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 from train.target.files import TargetProgress, replace_folder
 from train.target.model import Optimizer, build_model
 

@@ -1,4 +1,4 @@
-"""The files of a target's training run: checkpoints, metrics, what is needed to run it again."""
+"""Checkpoints of a target's training run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary folder, then put it in `folder`'s place by renaming."""
+    """Let `write` fill a temporary folder, then replace `folder` by it."""
     temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -33,7 +33,7 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
 
 @dataclasses.dataclass
 class DataPosition:
-    """The run's place in its data, whose order follows from the seed and the epoch alone."""
+    """The run's position in its data, whose order depends only on the seed and the epoch."""
 
     epoch: int = 0
     cursor: int = 0
@@ -41,7 +41,7 @@ class DataPosition:
 
 @dataclasses.dataclass
 class TargetProgress:
-    """What a checkpoint holds beside tensors."""
+    """The part of a checkpoint beside tensors."""
 
     step: int = 0
     tokens: int = 0
@@ -59,7 +59,7 @@ def save_target_state(run_dir: Path, optimizer: Optimizer, progress: TargetProgr
 
     older = checkpoints(run_dir)
     target = run_dir / f"checkpoint-{progress.step:08d}"
-    if target in older:  # the same state; a kill while it was replaced would leave none
+    if target in older:  # the same state; replacing it would risk losing it
         return
     replace_folder(target, write)
     for folder in older:
@@ -67,7 +67,7 @@ def save_target_state(run_dir: Path, optimizer: Optimizer, progress: TargetProgr
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; half-written ones still bear a temporary name."""
+    """Complete checkpoints, oldest first; incomplete ones have a temporary name."""
     return sorted(p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit())
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 
 
 def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A randomly initialised Llama of the configured shape, refused when its bf16 weights exceed `max_bytes`."""
+    """A randomly initialised Llama of the configured shape; raises ValueError if it exceeds `max_bytes` in bf16."""
     shape = config.model
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(
@@ -43,7 +43,7 @@ def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
 class Optimizer:
     """Muon on the hidden matrices, AdamW on embeddings and norms, over float32 master weights.
 
-    With `precision: bf16` the model itself computes in bf16 and the masters are copies; else they are its parameters.
+    With `precision: bf16` the model computes in bf16 and the masters are copies; else they are its parameters.
     """
 
     def __init__(self, model: nn.Module, config: TargetConfig, pool: ThreadPoolExecutor) -> None:
@@ -56,7 +56,7 @@ class Optimizer:
         norms = [p for p in self.master.values() if p.ndim == 1]
         adam_groups = [{"params": embeddings, "lr": config.embed_lr}, {"params": norms, "lr": config.norm_lr}]
         adam = torch.optim.AdamW(adam_groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
-        # Muon orthogonalises matrix by matrix, a fifth of a step's time: the workers share the matrices.
+        # Muon takes a fifth of a step's time, matrix by matrix, so the workers share the matrices.
         shares = [matrices[i :: config.threads] for i in range(config.threads)]
         muon = partial(torch.optim.Muon, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95)
         self.parts: list[torch.optim.Optimizer] = [adam, *(muon(share) for share in shares if share)]

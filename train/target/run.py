@@ -1,4 +1,4 @@
-"""The work of train.target, once its config is checked."""
+"""The training loop of train.target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from data_prep.common.progress import Bar
 from drafters.cli.program import command
 from drafters.common.files import replace_json
 from drafters.common.precision import cpu_has_bf16
+from train.configs import TargetConfig
 from train.core.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
-from train.target.config import TargetConfig
 from train.target.data import batches, encode, get_tokenizer, pack_rows, read_messages
 from train.target.export import export, sample_continuations, write_card
 from train.target.files import TargetProgress, checkpoints, load_target_state, save_target_state
@@ -29,8 +29,8 @@ class TargetRun:
     """One training run: its data, model, optimiser and files."""
 
     def __init__(self, config: TargetConfig, resume: bool, arguments: list[str]) -> None:
-        # A core for each worker, instead of all cores for each operation: no barrier inside operations, where a
-        # busy machine loses most of its time.
+        # One core per worker instead of all cores per operation: a busy machine loses most of its time at barriers
+        # inside operations.
         torch.set_num_threads(1)
         self.pool = ThreadPoolExecutor(config.threads, initializer=torch.set_num_threads, initargs=(1,))
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class TargetRun:
         replace_json(config.run_dir / "run.json", {**self.info, "resumed_at": self.progress.step})
 
     def evaluate(self) -> float:
-        """Log the held-out loss, and return it."""
+        """Log and return the held-out loss."""
         parts = self.heldout_rows.split(self.config.micro_rows)
         value = sum(self.pool.map(self.part_loss, parts)) / len(self.heldout_rows)
         step, tokens, seconds = self.progress.step, self.progress.tokens, round(self.progress.seconds, 1)
@@ -64,7 +64,7 @@ class TargetRun:
 
     @torch.no_grad()
     def part_loss(self, rows: Tensor) -> float:
-        """Summed loss of some rows, without gradients (which are switched off thread by thread)."""
+        """Summed loss of some rows, without gradients (a setting of each thread)."""
         return float(next_token_loss(self.model, rows, self.config.precision)) * len(rows)
 
     def part_gradients(self, rows: Tensor) -> tuple[float, list[Tensor]]:
@@ -75,7 +75,7 @@ class TargetRun:
         return float(loss.detach()), [gradient.float() for gradient in gradients]
 
     def train_step(self, batch: Tensor) -> tuple[float, float]:
-        """One optimiser step; returns the batch's loss and gradient norm. Sums run in a fixed order."""
+        """One optimiser step; returns the batch's loss and gradient norm. The order of sums is fixed."""
         total, gradients = 0.0, None
         for loss, part in self.pool.map(self.part_gradients, batch.split(self.config.micro_rows)):
             total += loss
@@ -84,11 +84,11 @@ class TargetRun:
         return total, self.optimizer.step(gradients, lr_scale(self.progress.step, self.config))
 
     def ask_to_stop(self, *_: Any) -> None:
-        """Save and leave after the current step: what SIGTERM does, where kill -9 costs the last minutes."""
+        """SIGTERM: save and exit after the current step."""
         self.stop_asked = True
 
     def train(self) -> None:
-        """From the current step to the last one, with evaluation, checkpoints and exports on the way."""
+        """Train from the current step to the last one, with evaluations, checkpoints and exports."""
         config, progress = self.config, self.progress
         if progress.step > config.steps:
             raise ValueError(f"the run is already at step {progress.step}, past steps={config.steps}")
@@ -137,14 +137,14 @@ class TargetRun:
 
 
 def run(config: TargetConfig, resume: bool, arguments: list[str]) -> None:
-    """Train to the last step and export; SIGTERM saves and leaves after the current step."""
+    """Train to the last step and export; SIGTERM saves and exits after the current step."""
     next_command = f"make its features: python -m data_prep.features --config F target={config.final_dir}"
     if resume and is_finished(config):
         print(f"the run is finished already, at step {config.steps:,}: {config.final_dir}; {next_command}")
         return
     run = TargetRun(config, resume, arguments)
     if resume:
-        print(f"going on after step {run.progress.step:,} of {config.steps:,}")
+        print(f"continues after step {run.progress.step:,} of {config.steps:,}")
     signal.signal(signal.SIGTERM, run.ask_to_stop)
     run.train()
     run.finish()
@@ -152,14 +152,14 @@ def run(config: TargetConfig, resume: bool, arguments: list[str]) -> None:
 
 
 def is_finished(config: TargetConfig) -> bool:
-    """Whether the last step's checkpoint is there, and an export with its card, which is written last, after it."""
+    """Whether the last step's checkpoint exists, and a later export with its card, which is written last."""
     last, card = config.run_dir / f"checkpoint-{config.steps:08d}", config.final_dir / "README.md"
     return last in checkpoints(config.run_dir) and card.is_file() and card.stat().st_mtime >= last.stat().st_mtime
 
 
 def kept(config: TargetConfig) -> str:
-    """What an interruption leaves, and the command that goes on."""
+    """What an interrupted run has saved, and the command that continues it."""
     found = checkpoints(config.run_dir)
     if not found:
         return f"no checkpoint was saved yet; to start again: {command()}"
-    return f"{found[-1]} is kept; to go on from there: {command('--resume')}"
+    return f"{found[-1]} is saved; to continue from there: {command('--resume')}"

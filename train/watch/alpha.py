@@ -1,4 +1,4 @@
-"""n-alpha on fixed text: how often a drafter that reads features goes on being right on its own predictions."""
+"""n-alpha on fixed text: how often a drafter that reads features stays right on its own predictions."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int, shift: in
     """n-alpha for n = 0 .. depth - 1 on fixed text (EAGLE paper, section 4, "Acceptance rate").
 
     From every index i a chain is drafted: step 0 reads the true features up to feature_i and guesses token_{i+2}; step
-    n reads those and the head's own n predictions in the place of feature_{i+1} .. feature_{i+n}, and guesses
-    token_{i+n+2}. A guess (argmax) is accepted if it is the target's argmax there. The text is fixed, so a chain goes
-    on only while its guess was accepted AND is the token that the text has: only then are the stored features those
-    that the target would compute. n-alpha is the share accepted of the guesses made at step n whose token belongs to an
-    answer. It is conditional: chains that ended earlier do not count. On text that is not the target's own greedy
-    output it is pessimistic for n = 0 and optimistic for the rest: chains that get so far went through easy text.
+    n reads those and the head's own n predictions instead of feature_{i+1} .. feature_{i+n}, and guesses token_{i+n+2}.
+    A guess (argmax) is accepted if it is the target's argmax there. The text is fixed, so a chain continues only while
+    its guess was accepted AND is the text's token: only then are the stored features what the target would compute.
+    n-alpha is the share accepted of the guesses at step n whose token belongs to an answer. It is conditional: chains
+    that ended earlier do not count. On text that is not the target's own greedy output it is pessimistic for n = 0 and
+    optimistic for larger n, because long chains went through easy text.
 
-    All chains run side by side; for that and ``shift`` see ``train.core.unroll.unrolled``.
+    All chains run in parallel; for that and ``shift`` see ``train.core.unroll.unrolled``.
     """
     argmax = _argmax(ends, batch.features)
     alive = batch.segments >= 0

@@ -1,4 +1,4 @@
-"""The energy of a training: what the devices of all ranks used, as the hardware's counters tell it."""
+"""The energy of a training run: the devices of all ranks, by hardware counters."""
 
 import time
 from contextlib import ExitStack
@@ -15,11 +15,11 @@ EVERY = 10.0  # seconds
 class TrainingEnergy:
     """Joules since training began, as far as they were counted.
 
-    A GPU is read by the rank that it trains with, a machine's CPU packages by its first rank alone, for all that run
-    there. As every counter's, the figure is the whole device's: idle power, and whatever else ran there, are in it.
+    Each rank reads its GPU; a machine's first rank reads its CPU packages. A counter covers the whole device, with idle
+    power and other processes.
 
     Args:
-        joules: of the run so far, where it goes on; None where they are not known, and then they never will be.
+        joules: of the run before it was resumed; None: unknown, so the total stays unknown.
 
     Attributes:
         joules: of all ranks, as of the last ``total``; None: at least one device was not counted all the time.
@@ -29,7 +29,7 @@ class TrainingEnergy:
     def __init__(self, device: torch.device, ranks: Ranks, joules: float | None) -> None:
         self._ranks, self._device, self.joules = ranks, device, joules
         self._another_counts = device.type == "cpu" and local_rank() > 0
-        # A GPU's host is left out: of a machine's ranks each would count it.
+        # A GPU's host is not counted, because each of its ranks would count it.
         self._meter = EnergyMeter(device, shared=device.type != "cpu" or self._another_counts)
         self._since = 0.0  # of this rank since the last total
         self._counted = True
@@ -43,7 +43,7 @@ class TrainingEnergy:
         return dict(self._meter.describe()["device"])
 
     def tick(self) -> None:
-        """Read the counters if that is due: those of a CPU wrap around within minutes."""
+        """Read the counters regularly, because those of a CPU wrap around within minutes."""
         if time.monotonic() - self._last >= EVERY:
             self.lap()
 
@@ -58,7 +58,7 @@ class TrainingEnergy:
         self._reading = self._open.enter_context(self._meter.measure())
 
     def total(self) -> float | None:
-        """``joules`` up to now; every rank has to call it."""
+        """``joules`` up to now; a collective."""
         self.lap()
         values = torch.tensor([self._since, not self._counted], dtype=torch.float64, device=self._device)
         joules, missing = self._ranks.total(values).tolist()

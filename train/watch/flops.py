@@ -1,8 +1,8 @@
-"""FLOPs of training a drafter, by formula, and the devices' peaks they are measured against (MFU).
+"""FLOPs of training a drafter, by formula, and the devices' peaks for the MFU.
 
-Counted is what the mathematics asks for: a product of [n, a] and [a, b] is 2 n a b, attention is over the tokens of the
-own dialogue up to and including oneself. Padding, recomputation (activation checkpointing, flash attention's backward
-pass), norms, activations and the optimiser are not, so that doing more of them does not look like more work done.
+A product of [n, a] and [a, b] counts 2 n a b; attention counts each token of the same dialogue up to the query.
+Padding, recomputation (activation checkpointing, flash attention's backward pass), norms, activations and the optimiser
+do not count, because they are not useful work.
 """
 
 import re
@@ -12,9 +12,6 @@ import torch
 
 from drafters.model.cache import head_sizes
 from train.core.task import Task
-
-# A row of the cross-entropy: logits of the target, logits of the drafter, and (q - p) W, all with the frozen LM head.
-LM_HEAD_PRODUCTS = 3
 
 # Dense bf16 peaks with float32 accumulation, in 1e12 FLOP/s, from NVIDIA's data sheets; the first match counts.
 PEAK_TFLOPS = (
@@ -56,9 +53,9 @@ class TrainingCost:
 
 
 def training_cost(task: Task) -> TrainingCost:
-    """The cost of a task's module, by the shapes of its weights: on whatever device (meta, too), but not partitioned by
-    ZeRO-3 yet."""
-    config, head = task.layers_config, task.ends.lm_head
+    """The cost of a task's module, by the shapes of its weights: on any device, also meta, before ZeRO-3
+    partitions them."""
+    config = task.layers_config
     every = task.module.named_parameters()
     matrices = {name: weights for name, weights in every if weights.dim() == 2 and name not in task.lm_heads}
     # 2 FLOPs for each of three products: the forward one, the weights' gradient (of frozen ones, none) and the input's
@@ -71,16 +68,26 @@ def training_cost(task: Task) -> TrainingCost:
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
-    vocab = task.config.loss_vocab or head.out_features
-    # Further predictions of the same row see one key more each, and the target's logits are there already.
-    steps = task.unroll
-    own_keys = pair * (steps * (steps - 1) // 2)
-    row = task.row_flops + (LM_HEAD_PRODUCTS - 1) * (steps - 1) * 2 * vocab * head.in_features
-    return TrainingCost(steps * token + own_keys, steps * pair, row)
+    steps = task.passes
+    own_keys = pair * (steps * (steps - 1) // 2)  # step n sees n more keys, those of its own chain
+    return TrainingCost(steps * token + own_keys, steps * pair, row_flops(task))
+
+
+def row_flops(task: Task) -> int:
+    """FLOPs of the LM heads for one trained position.
+
+    The target's logits; for each prediction its logits, their gradient by the prediction and, of an LM head that is
+    trained, the gradient of its weights.
+    """
+    target = task.heads.target
+    heads = task.heads.own or [target] * task.predictions
+    numbers = task.against_logits * target.in_features
+    numbers += sum((2 + head.weight.requires_grad) * head.in_features for head in heads)
+    return 2 * (task.config.loss_vocab or target.out_features) * int(numbers)
 
 
 def _without_lora(name: str) -> str:
-    """A weight's name, or that of the one that LoRA's matrix has the input of."""
+    """A weight's name; of a LoRA matrix, the name of the weight beside it, which has the same input."""
     return re.sub(r"\.(base_layer|lora_A\.default)\.", ".", name)
 
 

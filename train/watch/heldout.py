@@ -1,16 +1,17 @@
 """Losses and the task's own figures on held-out text."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from train.core.runtime import Ranks
-from train.core.task import Ratio, Task
+from train.core.task import Ratio, Task, text_tokens
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 from train.watch.positions import by_position
 
-PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square of a row
+PART_TOKENS = 2048  # tokens at a time: the mask of ``chain_alpha`` grows with the square of a row
 
 
 class Heldout:
@@ -29,51 +30,47 @@ class Heldout:
     def figures(
         self, task: Task, module: Any, device: torch.device, dtype: torch.dtype, whose: bool = False
     ) -> dict[str, float]:
-        """``heldout_<name>`` of each of the task's losses and figures, over all ranks; every rank gets the same.
+        """``heldout_<name>`` of each of the task's losses and figures, over all ranks, the same on each.
 
-        ``whose``: with ``own_answers``, which training does not change.
+        ``whose``: also ``own_answers``, which training does not change.
         """
         ratios: dict[str, Ratio] = {}
         module.eval()
         for share in self.shares[self.ranks.rank :: self.ranks.count]:
             batch = collate_or_stand_in(self.store, share, self.dialogues, task.config.taps)
             batch = complete(self.store, batch, task.config.taps)
-            rows = task.rows(batch).to(device)
-            batch = batch.to(device, dtype)
-            count = torch.tensor(len(rows), device=device)
-            predicted, target = task.pairs(module, batch, rows)
-            found = {name: Ratio(total, count) for name, total in task.losses(predicted, target).items()}
-            found |= task.heldout(module, batch, predicted, target)
-            found |= by_position(task, batch, rows, predicted, target)
+            batch = replace(batch, rows=task.rows(batch)).to(device, dtype)
+            count = torch.tensor(len(batch.rows), device=device)
+            pairs = task.pairs(module, batch)
+            found = {name: Ratio(total, count) for name, total in task.losses(pairs).items()}
+            found |= task.heldout(module, batch, pairs)
+            found |= by_position(task, batch, pairs)
             found |= {"own_answers": own_answers(task, batch)} if whose else {}
-            found |= vocabulary_coverage(task, target)
+            found |= vocabulary_coverage(task, pairs.targets)
             for name, ratio in found.items():
                 before = ratios.get(name)
                 ratios[name] = Ratio(before.total + ratio.total, before.count + ratio.count) if before else ratio
         module.train()
-        pairs = torch.stack([part.double() for r in ratios.values() for part in (r.total, r.count)])
-        values = self.ranks.total(pairs).view(-1, 2).tolist()
-        # A ratio without a count has nothing to report: no chain got as far as that, say.
+        sums = torch.stack([part.double() for r in ratios.values() for part in (r.total, r.count)])
+        values = self.ranks.total(sums).view(-1, 2).tolist()
+        # A ratio without a count is left out, for example n-alpha if no chain reached step n.
         return {f"heldout_{name}": total / count for name, (total, count) in zip(ratios, values, strict=True) if count}
 
 
 def own_answers(task: Task, batch: Batch) -> Ratio:
-    """Of an answer's tokens those that the target puts first: nearly all where it wrote them itself, greedily."""
+    """Share of answers' tokens that the target ranks first: nearly all if it wrote them itself, greedily."""
     rows = batch.shifted(batch.loss_mask, 1).flatten().nonzero().squeeze(1)
-    features, tokens = batch.features.flatten(0, 1)[rows], batch.input_ids.roll(-1, dims=1).flatten()[rows]
-    pairs = zip(features.split(task.chunk_rows), tokens.split(task.chunk_rows), strict=True)
-    same = [(task.ends.lm_head(some).argmax(-1) == text).sum() for some, text in pairs]
-    return Ratio(torch.stack([*same, torch.zeros_like(rows.sum())]).sum(), torch.tensor(len(rows), device=rows.device))
+    same = task.heads.first_choice(batch.features.flatten(0, 1)[rows]) == text_tokens(batch, 1).flatten()[rows]
+    return Ratio(same.sum(), torch.tensor(len(rows), device=rows.device))
 
 
 def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
-    """``draft_vocab_coverage``: how many of the target's own first choices are among the tokens that are drafted with.
+    """``draft_vocab_coverage``: share of the target's first choices that the draft vocabulary contains.
 
-    No greedy draft of these is accepted more often. ``target``: ``[n, H]``, what the target gives to its LM head.
+    It limits the acceptance of greedy drafts. ``target``: ``[n, H]``, the target's features.
     """
     if task.draft_ids is None:
         return {}
-    head, ids = task.ends.lm_head, task.draft_ids.to(target.device)
-    chosen = torch.cat([head(part).argmax(-1) for part in target.split(task.chunk_rows)])
     count = torch.tensor(len(target), device=target.device)
-    return {"draft_vocab_coverage": Ratio(torch.isin(chosen, ids).sum(), count)}
+    covered = torch.isin(task.heads.first_choice(target), task.draft_ids.to(target.device))
+    return {"draft_vocab_coverage": Ratio(covered.sum(), count)}

@@ -1,4 +1,4 @@
-"""What the steps of a run cost: tokens/s, MFU, the share of time spent waiting for data, peak memory."""
+"""The cost of a run's steps: tokens/s, MFU, the share of time spent waiting for data, peak memory."""
 
 import time
 from collections.abc import Generator
@@ -9,19 +9,19 @@ import torch
 
 from drafters.common.machine import peak_memory_bytes
 from train.core.task import Task
-from train.data.packing import StepData
+from train.data.packing import Batch, StepData
 from train.watch.flops import TrainingCost, peak_tflops
 
 
 class Meter:
-    """Adds up steps from one log line to the next; evaluations and checkpoints in between are not in its time.
+    """Sums over the steps from one log line to the next, without evaluations and checkpoints in between.
 
     ``mfu``: FLOPs of this rank's share of a step (train/watch/flops.py), over its time and the device's bf16 peak. The
-    data is split evenly by tokens, so the first rank, which logs, stands for all.
+    first rank logs; its figures represent all ranks, because the data is split evenly by tokens.
     """
 
     def __init__(self, task: Task, cost: TrainingCost, device: torch.device) -> None:
-        self.task, self.cost, self.device = task, cost, device
+        self.cost, self.device = cost, device
         self.peak = task.config.peak_tflops or peak_tflops(device)
         self._began, self._tokens_before = 0.0, 0
         self._clear()
@@ -34,12 +34,12 @@ class Meter:
                 self._began = time.monotonic()
                 data = next(steps)
                 self._waited += time.monotonic() - self._began
-                rows = sum(len(self.task.rows(batch)) for batch in data.batches)
-                self._flops += self.cost.of([span.length for batch in data.batches for span in batch.spans], rows)
                 yield data
 
-    def step_done(self) -> None:
-        """The step that ``watch`` gave last has ended."""
+    def step_done(self, batches: list[Batch]) -> None:
+        """Count the step that ``watch`` gave last, which trained on ``batches``."""
+        rows = sum(len(batch.rows) for batch in batches)
+        self._flops += self.cost.of([span.length for batch in batches for span in batch.spans], rows)
         self._seconds += time.monotonic() - self._began
 
     def figures(self, tokens: int) -> dict[str, float]:

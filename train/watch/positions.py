@@ -1,8 +1,9 @@
-"""Held-out figures by the place of a token within its answer: a drafter that only learnt the openings shows here."""
+"""Held-out figures by the place of a token within its answer, which show a drafter that only learnt openings."""
 
 import torch
 from torch import Tensor
 
+from train.core.losses import Pairs
 from train.core.task import Ratio, Task
 from train.data.packing import Batch
 
@@ -15,7 +16,7 @@ def bucket_name(start: int, end: int | None) -> str:
 
 
 def answer_positions(loss_mask: Tensor, segments: Tensor) -> Tensor:
-    """int64 ``[R, L]``: how many tokens of its answer stand before an answer's token; -1 elsewhere.
+    """int64 ``[R, L]``: number of tokens of the same answer before an answer's token; -1 elsewhere.
 
     ``loss_mask`` bool ``[R, L]``, ``segments`` int64 ``[R, L]``: two answers that touch in different dialogues are two.
     """
@@ -26,24 +27,20 @@ def answer_positions(loss_mask: Tensor, segments: Tensor) -> Tensor:
     return torch.where(loss_mask, index - starts, -1)
 
 
-def by_position(task: Task, batch: Batch, rows: Tensor, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
-    """``loss_at_<bucket>`` and ``top1_at_<bucket>`` of trained rows, by where the token they predict stands.
+def by_position(task: Task, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+    """``loss_at_<bucket>`` and ``top1_at_<bucket>`` of the trained positions, by the place of the predicted token.
 
-    Args:
-        rows: flat indices ``[n]`` into ``[R * L]``.
-        predicted: ``[n, H]``, what the drafter gives to the LM head there (``Task.pairs``).
-        target: the same of the target.
-
-    Returns:
-        every bucket, empty ones with a count of 0: all ranks must have the same names.
+    Returns all buckets, empty ones with a count of 0, because all ranks must have the same names.
     """
     places = batch.shifted(answer_positions(batch.loss_mask, batch.segments) + 1, task.ahead) - 1
-    places = places.flatten()[rows]
+    places = places.flatten()[batch.rows]
     found: dict[str, Ratio] = {}
     for start, end in BUCKETS:
         chosen = (places >= start) & (places < end if end is not None else places >= start)
-        ours, theirs = predicted[chosen], target[chosen]
+        part = pairs.at(chosen)
+        judged = task.judged(part)
+        first = Pairs(judged.predictions[:1], judged.targets)  # no later prediction is accepted without it
         count, name = chosen.sum(), bucket_name(start, end)
-        found[f"loss_at_{name}"] = Ratio(task.losses(ours, theirs)["loss"].detach(), count)
-        found[f"top1_at_{name}"] = Ratio(task.same_first(ours, theirs).sum(), count)
+        found[f"loss_at_{name}"] = Ratio(task.losses(part)["loss"].detach(), count)
+        found[f"top1_at_{name}"] = Ratio(task.heads.agreement(first).sum(), count)
     return found

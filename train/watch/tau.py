@@ -1,4 +1,4 @@
-"""tau on held-out prompts by the real decoding loop, with the drafter as it is in the middle of its training."""
+"""tau on held-out prompts by the real decoding loop, measured during training."""
 
 import time
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from drafters.loop.trace import Trace
 from drafters.model.files import collect_memory
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
+from train.core.runtime import dtype_of
 from train.core.task import Task
 from train.data.packing import Source
 
 CTAR_WIDTHS = range(1, 6)
-# The other ranks wait meanwhile, and do nothing.
-MOST_SECONDS = 480.0
+MOST_SECONDS = 480.0  # the other ranks wait idle meanwhile
 
 
 def tau_prompts(config: TrainConfig, target: PretrainedConfig, store: Source) -> list[list[int]]:
-    """``tau_prompts`` of the store's prompts, which leave room for an answer of ``tau_new_tokens``.
+    """``tau_prompts`` of the store's prompts that leave room for an answer of ``tau_new_tokens``.
 
     Raises:
-        ValueError: the target has no room for any beside such an answer, or the store none that fits.
+        ValueError: no prompt fits.
     """
     limit = getattr(target, "max_position_embeddings", None) or 1 << 30
     if limit <= config.tau_new_tokens:
@@ -61,13 +61,13 @@ def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]
 
 
 class HeldoutTau:
-    """Runs on one rank. The target is loaded when it is wanted, and given back afterwards unless the config keeps it.
+    """Measures tau on one rank. The target is loaded for it, and released afterwards unless the config keeps it.
 
-    The training's module and random numbers are not touched: the drafters get a copy of the weights, and whatever draws
-    draws from a fork of the generators.
+    The training's module and random numbers do not change: the drafters get a copy of the weights, and random numbers
+    come from a fork of the generators.
 
     Args:
-        target: one that is in memory already; it is never given back.
+        target: a target that is already in memory; it is not released.
 
     Raises:
         ValueError: the held-out store has no prompt that fits.
@@ -105,7 +105,7 @@ class HeldoutTau:
         return found | {"tau_seconds": round(time.monotonic() - began, 2)}
 
     def _decode(self, drafters: Mapping[str, Drafter]) -> dict[str, Trace]:
-        """One trace a drafter, over the same prompts; those for which the time did not suffice are left out of all."""
+        """One trace per drafter, all over the same prompts, as many as the time allows."""
         traces = {kind: Trace() for kind in drafters}
         began = time.monotonic()
         for number, prompt in enumerate(self.prompts):
@@ -120,7 +120,7 @@ class HeldoutTau:
         if self._target is None:
             disable_progress_bar()  # transformers' own: there is one already, the training's
             config = self.config
-            self._target = TargetModel.from_pretrained(config.target, config.dtype, self.device, config.revision)
+            self._target = TargetModel.from_pretrained(config.target, dtype_of(config), self.device, config.revision)
         return self._target
 
     def _release(self, keep: bool) -> None:

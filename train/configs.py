@@ -1,0 +1,390 @@
+"""The YAML schemas of the programs in train/, without torch: a mistyped key is answered within a second.
+
+Keys of every drafter's training are in train/core/config.py.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from huggingface_hub.utils import validate_repo_id
+from pydantic import Field, field_validator, model_validator
+
+from data_prep.dialogues.reader import source_digest
+from drafters.config import (
+    SHIFTED,
+    UNSHIFTED,
+    Amount,
+    Config,
+    DraftSize,
+    HeadInputs,
+    HeadLayer,
+    Layers,
+    Length,
+    Seed,
+    Size,
+    Vocabulary,
+    Width,
+)
+from drafters.methods import method_names
+from train.core.config import Lora, TrainConfig
+
+
+def trained_methods() -> list[str]:
+    """The methods that can be trained: those with a program ``train/<method>.py``."""
+    folders = import_module("train").__path__
+    return [name for name in method_names() if any((Path(folder) / f"{name}.py").is_file() for folder in folders)]
+
+
+def started_methods() -> list[str]:
+    """The methods that train.start trains: their drafter has a recipe."""
+    return [name for name in trained_methods() if schema_of(name).has_recipe]
+
+
+def schema_of(method: str) -> type[TrainConfig]:
+    """The schema of a method's training: one of this file, or one that ``train/<method>.py`` defines itself."""
+    own = next((schema for schema in TrainConfig.__subclasses__() if schema.drafter == method), None)
+    if own is None:
+        import_module(f"train.{method}")
+        own = next(schema for schema in TrainConfig.__subclasses__() if schema.drafter == method)
+    return own
+
+
+class EagleConfig(TrainConfig):
+    """The keys of an EAGLE run."""
+
+    drafter: ClassVar[str] = "eagle"
+    older: ClassVar[dict[str, Any]] = {"layer": "target"}
+    has_recipe: ClassVar[bool] = True
+
+    inputs: HeadInputs = Field(SHIFTED, description="the head's inputs: Figure 8 of the paper")
+    fc_bias: bool = Field(False, description="a bias of fc, as in released heads for Vicuna and Llama 2")
+    layer: Literal["auto"] | HeadLayer = Field(
+        "auto", description="the head's decoder layer; auto: the target's if engines serve it, else llama"
+    )
+    classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
+    start: Literal["random", "regression"] = Field("random", description="initial weights of fc: docs/training.md")
+    noise: Literal["paper", "code", "none"] = "paper"
+    mask_alignment: Literal["shifted", "paper-code"] = "shifted"
+    unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")
+    unroll_weight: float = Field(1.0, gt=0, description="factor on the loss of each further prediction")
+
+    @property
+    def solves_weights(self) -> bool:
+        return self.start == "regression"
+
+    @model_validator(mode="after")
+    def _has_what_to_feed_back(self) -> Self:
+        if self.inputs == "token" and self.unroll > 1:
+            raise ValueError(
+                f"unroll: {self.unroll} feeds predicted features back, and inputs: token has none; set unroll=1, or "
+                f"inputs={SHIFTED}"
+            )
+        if self.fc_bias and self.inputs not in (SHIFTED, UNSHIFTED):
+            raise ValueError(f"fc_bias: true, and a head with inputs: {self.inputs} has no fc; set fc_bias=false")
+        if self.start == "regression" and self.inputs not in (SHIFTED, UNSHIFTED):
+            raise ValueError(
+                f"start: regression fits fc, and a head with inputs: {self.inputs} has none; set start=random"
+            )
+        if self.start == "regression" and self.init_from is not None:
+            raise ValueError(
+                f"start: regression fits new weights, and init_from: {self.init_from} gives trained ones; "
+                "set start=random"
+            )
+        return self
+
+
+class KangarooConfig(TrainConfig):
+    """The keys of a Kangaroo run."""
+
+    drafter: ClassVar[str] = "kangaroo"
+    has_recipe: ClassVar[bool] = True
+
+    exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
+    ffn: bool = Field(False, description="an adapter with an MLP (Table 2 of the paper): larger, and no better")
+    own_lm_head: bool = Field(False, description="an LM head of its own, initially the target's (Table 2)")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.exit_layer,)
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.own_lm_head
+
+    @model_validator(mode="after")
+    def _keeps_its_lm_head_whole(self) -> Self:
+        if self.own_lm_head and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the adapter's own LM head; set 0, 1 or 2")
+        return self
+
+
+class Joint(Config):
+    """``joint:``: tune the target together with the heads (Medusa-2), which makes another target."""
+
+    lora: Lora | None = Field(
+        Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
+        description="of the target's layers, by peft; null: train all layers and the norm",
+    )
+    lambda_0: float = Field(0.2, gt=0, description="weight of the heads' losses beside the target's own")
+    rate: float = Field(0.25, gt=0, description="the target's learning rate, as a share of the heads'")
+    heads_first: Amount = Field(0, ge=0, description="steps without updates of the target; then its rate warms up, too")
+
+
+class MedusaConfig(TrainConfig):
+    """The keys of a Medusa run.
+
+    ``labels: target`` learns the target's distribution of the token that a head predicts, ``tokens`` the text's token,
+    as published. The distribution has more information per token, and verifies drafts, also on text that the target did
+    not write. Held-out figures compare with the target's distribution in both cases.
+    """
+
+    drafter: ClassVar[str] = "medusa"
+
+    heads: int = Field(4, ge=1, le=64, description="K: head k predicts the token k + 1 ahead")
+    layers: int = Field(1, ge=1, le=64, description="residual blocks of a head")
+    own_lm_heads: bool = Field(False, description="as published: each head has its own LM head, initially the target's")
+    labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
+    head_decay: float = Field(0.8, gt=0, le=1, description="weight of head k's loss: lambda_k = head_decay^k")
+    joint: Joint | None = None
+
+    @property
+    def tuned_folder(self) -> Path:
+        """The folder of the tuned target, with ``joint``."""
+        return self.out / "target"
+
+    @property
+    def measured_target(self) -> dict[str, Any]:
+        return super().measured_target if self.joint is None else {"path": str(self.tuned_folder)}
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.own_lm_heads
+
+    @property
+    def computes_in(self) -> str:
+        return "float32" if self.own_lm_heads else self.precision
+
+    @model_validator(mode="after")
+    def _has_such_a_loss(self) -> Self:
+        if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
+            raise ValueError(
+                f"classification_loss: {self.classification_loss} and top_k_weight: {self.top_k_weight:g} compare "
+                "distributions, and labels: tokens has none; set labels=target, or classification_loss=cross_entropy "
+                "top_k_weight=0"
+            )
+        if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
+            # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
+            raise ValueError(
+                f"own_lm_heads are trained with precision: float32 and zero_stage: 0 alone, not {self.precision} and "
+                f"{self.zero_stage}; set precision=float32 zero_stage=0 or own_lm_heads=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_a_joint_training(self) -> Self:
+        if self.joint is None:
+            return self
+        refused = {
+            "own_lm_heads": "the heads draft through the target's",
+            "lora": "what is tuned by LoRA is the target: joint.lora",
+            "loss_vocab": "the target has to keep its whole vocabulary",
+            "top_k_weight": "the target is trained by cross-entropy",
+        }
+        for key, why in refused.items():
+            if value := getattr(self, key):
+                raise ValueError(f"{key} is {value}, and with joint {why}; leave one of the two out")
+        if self.classification_loss != "cross_entropy":
+            what = f"classification_loss is {self.classification_loss}, and with joint"
+            raise ValueError(f"{what} the target is trained by cross-entropy; set that, or leave joint out")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, and with joint the target's layers are called one by one; set 0, 1 or 2")
+        return self
+
+
+class OnPolicy(Config):
+    """``on_policy:``: train partly on answers that the draft model samples itself."""
+
+    share: float = Field(0.5, gt=0, le=1, description="share of the dialogues whose answer is replaced")
+    every: Amount = Field(1, ge=1, description="steps whose answers are sampled together")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    max_new_tokens: Length = Field(256, ge=1, description="of an answer, at most the length of the replaced one")
+    batch: Size = Field(32, ge=1, description="answers sampled in one batch")
+
+
+class Boost(Config):
+    """``boost:``: train only on rows that earlier draft models do not cover (SpecInfer)."""
+
+    after: list[str] = Field(min_length=1, description="folders or Hub names of the earlier draft models")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which must be right")
+    keep: float = Field(0.0, ge=0, le=1, description="share of the covered rows that is trained on, too")
+
+
+class DraftModelConfig(TrainConfig):
+    """The keys of a draft model's run."""
+
+    drafter: ClassVar[str] = "draft_model"
+
+    draft_model: str = Field(
+        description="folder or Hub name of the causal LM to train; it must have the target's tokenizer"
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "lk_alpha", "lk_lambda", "tokens"] = (
+        Field("forward_kl", description="from the target's distribution; tokens: cross-entropy of the text (BiLD)")
+    )
+    beta: float = Field(0.5, gt=0, lt=1, description="of jsd: the target's share in the mixture")
+    freeze_ends: bool = Field(
+        False, description="do not train embeddings and LM head, for a model of the target's own layers"
+    )
+    on_policy: OnPolicy | None = None
+    boost: Boost | None = None
+
+    @property
+    def measured_by(self) -> dict[str, Any]:
+        return {"drafter": "speculative", "draft_model": str(self.out)}
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.lora is None and not self.freeze_ends
+
+    @property
+    def provenance_file(self) -> str:
+        return "training.json"
+
+    @property
+    def lora_base(self) -> str | None:
+        return self.draft_model
+
+    @property
+    def other_models(self) -> dict[str, str]:
+        earlier = self.boost.after if self.boost else []
+        return {"draft_model": self.draft_model} | {f"boost.after[{n}]": name for n, name in enumerate(earlier)}
+
+    @model_validator(mode="after")
+    def _fits_a_draft_model(self) -> Self:
+        if self.draft_vocab is not None:
+            raise ValueError(
+                f"draft_vocab is {self.draft_vocab}, and a draft model keeps its whole LM head; leave it out, and list "
+                "tokens in what was trained: python -m train.draft_vocab"
+            )
+        if self.loss_vocab is not None and self.trains_lm_head:
+            raise ValueError(
+                f"loss_vocab is {self.loss_vocab}, and the draft model's LM head is trained; "
+                "leave it out, or set freeze_ends=true"
+            )
+        if self.init_from is not None:
+            raise ValueError(f"init_from is {self.init_from}, and a draft model starts as draft_model says; set that")
+        for key in ("classification_loss", "top_k_weight"):
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is {value}, and a draft model learns by its divergence; set that instead")
+        if self.on_policy and self.features != "online":
+            raise ValueError(
+                f"on_policy needs the target beside the training, and features is {str(self.features)!r}: set "
+                "features=online with data.train and data.heldout"
+            )
+        if self.on_policy and self.save_every % self.on_policy.every:
+            every = self.on_policy.every  # else a resumed run would go on with other answers
+            raise ValueError(f"save_every is {self.save_every}, and on_policy.every {every}; save every {every} or so")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the draft model's LM head; set 0, 1 or 2")
+        return self
+
+
+class BoostConfig(Config):
+    """The keys of train.boost."""
+
+    run: Path = Field(description="config of train/draft_model.py, without draft_model, boost, seed and out")
+    draft_models: list[str] = Field(min_length=2, description="the model that each begins as; repetition is allowed")
+    out: Path = Field(description="folder of the runs: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which must be right")
+    keep: float = Field(0.0, ge=0, le=1, description="share of the covered rows that is trained on, too")
+    seeds: bool = Field(True, description="also train the same number on everything, to compare with")
+
+
+START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
+
+
+class StartConfig(Config):
+    """The command line of train.start."""
+
+    target: str
+    data: str | None = None
+    out: Path
+    method: str = "eagle"
+    minutes: float = Field(120, gt=0, allow_inf_nan=False, description="of all steps together")
+    hub: str | None = Field(None, description="repository that the drafter is pushed to")
+
+    @field_validator("hub")
+    @classmethod
+    def _is_a_repository(cls, name: str | None) -> str | None:
+        if name is not None:
+            validate_repo_id(name)
+            if "/" not in name:
+                raise ValueError("give it as user/name")
+        return name
+
+    def settings(self) -> dict[str, object]:
+        """The settings that a repeated start must not change."""
+        named = self.model_dump(mode="json", exclude={"out"})
+        return named | {"data_digest": None if self.data is None else source_digest(self.data)}
+
+    @property
+    def asked(self) -> str:
+        """The file of the target's own questions."""
+        return str(self.out / "asked" / "questions.jsonl")
+
+
+class ModelShape(Config):
+    """Shape of the model, a Llama."""
+
+    vocab_size: Vocabulary = Field(default=4096, ge=300)
+    hidden_size: Width = Field(default=256, ge=8)
+    layers: Layers = Field(default=12, ge=1)
+    heads: Width = Field(default=8, ge=1)
+    kv_heads: Width = Field(default=4, ge=1)
+    head_dim: Width = Field(default=32, ge=2, multiple_of=2)
+    intermediate_size: Width = Field(default=480, ge=8)
+    max_positions: Length = Field(default=2048, ge=16)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class TargetConfig(Config):
+    """One training run, complete."""
+
+    name: str
+    corpus: Path = Path("runs/stdlib")
+    tokenizer: str | None = None  # the target's folder, for a draft model; default: one made for the corpus
+    run_dir: Path
+    final_dir: Path
+    model: ModelShape = Field(default_factory=ModelShape)
+    max_bytes: int = Field(default=16_000_000, description="largest allowed size of the weights in bf16")
+    steps: Amount = Field(ge=1)
+    warmup_steps: Amount = Field(default=100, ge=0)
+    decay_fraction: float = Field(default=0.2, ge=0, le=1)
+    seq_len: Length = Field(default=512, ge=8)
+    batch_rows: Size = Field(default=8, ge=1)
+    micro_rows: Size = Field(default=1, ge=1, description="rows of one worker's forward")
+    muon_lr: float = Field(default=0.02, gt=0)
+    embed_lr: float = Field(default=3e-3, gt=0)
+    norm_lr: float = Field(default=3e-3, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    precision: Literal["auto", "float32", "autocast", "bf16"] = "auto"
+    threads: Size = Field(default=2, ge=1, description="workers, each with its own rows and one core")
+    seed: Seed = 0
+    eval_every: Amount = Field(default=200, ge=1)
+    eval_tokens: Amount = Field(default=40_000, ge=1)
+    save_minutes: float = Field(default=5, ge=0)
+    export_minutes: float = Field(default=10, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch_rows % self.micro_rows:
+            raise ValueError(f"batch_rows ({self.batch_rows}) must be a multiple of micro_rows ({self.micro_rows})")
+        if self.seq_len > self.model.max_positions:
+            raise ValueError(f"seq_len ({self.seq_len}) exceeds model.max_positions ({self.model.max_positions})")
+        return self

@@ -1,0 +1,109 @@
+"""The LM heads that predictions go through: slicing by ``loss_vocab``, chunks of rows, the loss and the figures."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.core import losses
+from train.core.config import TrainConfig
+from train.core.losses import Pairs, TopK, default_chunk_rows
+
+
+class LMHeads:
+    """The target's LM head and, if it has any, the drafter's own.
+
+    Attributes:
+        target: the target's frozen LM head.
+        own: LM heads of the drafter's own, one for each of the S predictions; empty: all use the target's.
+        ids: int32 ``[N]``, the tokens of the config's ``loss_vocab``, over which the loss is taken; None: all tokens.
+        limit: rows of logits at a time; None: by the device.
+    """
+
+    def __init__(self, config: TrainConfig, target: nn.Linear) -> None:
+        self.config, self.target = config, target
+        self.own: Sequence[nn.Linear] = ()
+        self.ids: Tensor | None = None
+        self.limit = config.loss_chunk_rows
+
+    def rows_at_once(self, head: nn.Linear) -> int:
+        """Rows of ``head``'s logits to hold at a time."""
+        return self.limit or default_chunk_rows(head)
+
+    # ------------------------------------------------------------------------------------------- the loss
+
+    @cached_property
+    def sliced(self) -> nn.Linear:
+        """The target's LM head with the rows of ``ids`` only: a copy, on the device of its first use."""
+        if self.ids is None:
+            return self.target
+        ids = self.ids.to(self.target.weight.device)
+        bias = self.target.bias
+        part = nn.Linear(self.target.in_features, len(ids), bias=bias is not None, device="meta")
+        part.weight = nn.Parameter(self.target.weight[ids], requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[ids], requires_grad=False)
+        return part
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """Token ids (int64) -> their rows in ``sliced``; -1 for tokens outside it."""
+        if self.ids is None:
+            return tokens
+        places = tokens.new_full((self.target.out_features,), -1)
+        ids = self.ids.to(tokens)
+        return places.scatter_(0, ids, ids.new_ones(len(ids)).cumsum(0) - 1)[tokens]
+
+    def classification(self, pairs: Pairs) -> Tensor:
+        """The config's ``classification_loss`` and Top-K loss, summed over tokens: ``[S]``.
+
+        With ``loss_vocab`` both distributions are over its tokens only, as those of a drafter with such a
+        ``draft_vocab`` are. The LM head is most of a small head's training, and its cost falls with its rows.
+        """
+        config = self.config
+        top_k = TopK(config.top_k, config.top_k_weight) if config.top_k_weight else None
+        return self.divergence(pairs, config.classification_loss, top_k)
+
+    def divergence(self, pairs: Pairs, name: str, top_k: TopK | None = None) -> Tensor:
+        """The divergence ``name`` of train/core/losses.py, summed over tokens: ``[S]``."""
+        function: Any = getattr(losses, name)
+        if name == "lk_lambda":
+            function = partial(function, eta=self.config.lk_eta)
+        elif name == "jsd":
+            function = partial(function, beta=self.config.beta)  # type: ignore[attr-defined]
+        own = [head.weight if self.ids is None else head.weight[self.ids.to(head.weight.device)] for head in self.own]
+        size = self.rows_at_once(self.sliced)
+        return losses.divergence_sum(pairs, self.sliced, function, top_k, size, own)
+
+    # ------------------------------------------------------------------------------------------- figures
+
+    @torch.no_grad()
+    def compare(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """sum_x min(p, q), the acceptance rate of sampled drafting (temperature 1), and whether drafter and target rank
+        the same token first; ``[S, n]`` each."""
+        overlap, agree = [], []
+        for ours, theirs in self._logits(pairs):
+            overlap.append(torch.minimum(theirs.float().softmax(-1), ours.float().softmax(-1)).sum(-1))
+            agree.append(theirs.argmax(-1) == ours.argmax(-1))
+        shape = pairs.predictions.shape[:2]
+        return torch.cat(overlap).view(shape), torch.cat(agree).view(shape)
+
+    @torch.no_grad()
+    def agreement(self, pairs: Pairs) -> Tensor:
+        """bool ``[S, n]``, the second result of ``compare``."""
+        found = [theirs.argmax(-1) == ours.argmax(-1) for ours, theirs in self._logits(pairs)]
+        return torch.cat(found).view(pairs.predictions.shape[:2])
+
+    @torch.no_grad()
+    def first_choice(self, features: Tensor) -> Tensor:
+        """int64 ``[n]``: the target's most likely token after each of its features ``[n, H]``."""
+        return torch.cat([self.target(part).argmax(-1) for part in features.split(self.rows_at_once(self.target))])
+
+    def _logits(self, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits of drafter and target over the whole vocabulary, chunk by chunk, prediction by prediction."""
+        size = self.rows_at_once(self.target)
+        for number, predicted in enumerate(pairs.predictions):
+            head = self.own[number] if self.own else self.target
+            for ours, theirs in zip(predicted.split(size), pairs.targets.split(size), strict=True):
+                yield head(ours), self.target(theirs)

@@ -1,0 +1,106 @@
+"""The weights of a drafter's training: begin with a trained drafter, merge an adapter, write the checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drafters.hub.checkpoint import (
+    FORMAT_VERSION,
+    BaseHead,
+    TargetIdentity,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+)
+from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.head_adapter import fingerprint, load_head
+from train.core.lora import copy_weights, load_base, save_adapter, with_lora
+
+if TYPE_CHECKING:
+    from train.core.task import Task
+
+SHAPES = (("inputs", None), ("fc_bias", None), ("layer", "target"))  # keys of a head, and the value of older heads
+
+
+def init_from(task: Task, checkpoint: str) -> None:
+    """Replace the new weights by those of a trained drafter of the same target, or of one that it was tuned from (only
+    the shapes have to fit). Its draft vocabulary is not taken over.
+
+    With ``lora`` it is the base of the adapter, and its draft vocabulary stays.
+
+    Raises:
+        ValueError: nothing loadable there, another method's drafter, other shapes, or an adapter of an adapter.
+    """
+    config = task.config
+    if config.lora is None:
+        found, weights = load_head(checkpoint)
+    else:
+        found, weights = load_checkpoint(checkpoint)
+        if "base" in found:
+            raise ValueError(f"init_from: {checkpoint} is an adapter itself, of {found['base']['name']!r}; name that")
+        task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
+    if found["drafter_type"] != config.drafter:
+        raise ValueError(
+            f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
+            f"{config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
+        )
+    for key, older in SHAPES:
+        theirs, ours = (options.get(key, older) for options in (found["drafter"], task.drafter_config()))
+        if theirs != ours:  # the weights may have the same shapes
+            raise ValueError(
+                f"init_from: the head in {checkpoint} has {key}: {theirs or 'the default'}, and this trains one "
+                f"with {key}: {ours or 'the default'}; set the same, or another init_from"
+            )
+    ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
+    if config.lora is None:
+        load_state(task.drafting_module, weights, source)
+        return
+    if ids is not None and (count := found["drafter"].get("draft_vocab")):
+        task.draft_ids = ids[:count]
+    plain = _new_module(task)
+    load_state(plain, weights, source)
+    load_base(task.module, plain.state_dict())
+
+
+def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint of ``weights``, and its ``drafter`` section; adapters are merged."""
+    options = task.drafter_config()
+    if task.config.lora is not None:
+        exact = {name: value.float() for name, value in weights.items()}
+        weights = _adapter(task, exact).merge_and_unload().state_dict()
+    if task.draft_ids is None:
+        return weights, options
+    return weights | {DRAFT_IDS: task.draft_ids}, options | {"draft_vocab": len(task.draft_ids)}
+
+
+def write_checkpoint(task: Task, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
+    """Write ``weights`` as a drafter, or with ``lora`` as an adapter, into the top of the run folder."""
+    config = {
+        "drafter_type": task.config.drafter,
+        "format_version": FORMAT_VERSION,
+        "drafter": task.drafter_config(),
+        "target": target.model_dump(),
+        "training": training,
+    }
+    if task.base is not None:
+        save_adapter(_adapter(task, weights), config | {"base": task.base.model_dump()}, task.config.out)
+        return
+    whole, options = exported(task, weights)
+    save_checkpoint(task.config.out, whole, config | {"drafter": options})
+
+
+def _new_module(task: Task) -> nn.Module:
+    module: nn.Module = task.drafter.build_module(task.ends.config, task.drafter_config())
+    return module
+
+
+def _adapter(task: Task, weights: dict[str, Tensor]) -> Any:
+    """peft's model with copies of ``weights``, around a new module."""
+    assert task.config.lora is not None
+    with torch.random.fork_rng(devices=[]):
+        model = with_lora(_new_module(task), task.config.lora, task.config.init_from)
+    copy_weights(model.get_base_model(), weights)
+    return model.eval()

@@ -1,0 +1,87 @@
+"""Solve for the first weights of an EAGLE head: seconds of least squares, without a gradient.
+
+A head is ``layer(fc(embedding, feature))``, and the layer is residual. While the layer adds nothing, fc is a linear
+prediction of the next feature, so its best weights are a least-squares solution. Training then adds what is not linear.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.core.task import target_states
+from train.data.packing import Source, collate, complete, epoch_batches
+
+ROWS = 16  # rows of the least squares for each input
+PART_TOKENS = 4096  # tokens of the dialogues that are read together
+ADDING = {"o_proj", "down_proj", "c_proj", "dense"}  # projections whose output a layer adds to its input, by family
+RIDGE = 1e-3  # regularisation, as a share of an input's mean square: keeps weights small that few rows determine
+
+
+@torch.no_grad()
+def fit_fc(task: Any, train: Source, noise_width: float) -> None:
+    """Solve for the fc of an ``EagleTask``'s head over trained positions of ``train``, and let its layer add nothing.
+
+    ``noise_width``: of the uniform noise on the features in training.
+
+    Raises:
+        ValueError: no position is trained.
+    """
+    width = task.ends.embed.embedding_dim
+    noise = torch.zeros(2 * width)
+    noise[width:] = noise_width**2 / 3  # the mean square of U(-a, a)
+    solution = least_squares(_pairs(task, train, ROWS * 2 * width), noise)
+    task.module.get_parameter("fc.weight").copy_(solution)
+    add_nothing(task.module)
+
+
+@torch.no_grad()
+def add_nothing(head: nn.Module) -> None:
+    """Let a head's layer return its input."""
+    for name, module in head.named_modules():
+        if name.rpartition(".")[2] in ADDING:
+            for weights in module.parameters():
+                weights.zero_()
+
+
+def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs ``[n, 2 H]`` and targets ``[n, H]`` of fc, part by part, up to about ``wanted`` rows."""
+    device, found = task.ends.embed.weight.device, 0
+    for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
+        if found >= wanted:
+            return
+        batch = collate(train, part, one_row=True)
+        rows = task.rows(batch)
+        batch = complete(train, batch, ()).to(device, torch.float32)
+        read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]
+        features, targets = batch.features.flatten(0, 1)[rows], target_states(batch, task.ahead).flatten(0, 1)[rows]
+        yield torch.cat([task.ends.embed(read).float(), features], dim=-1), targets
+        found += len(rows)
+
+
+def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor | None = None) -> Tensor:
+    """The W that minimises sum |y - W x|^2 over all rows, with a small penalty on its size.
+
+    Args:
+        pairs: rows x ``[n, D]`` and y ``[n, H]``, part by part.
+        noise: ``[D]``, the mean square of the noise that training adds to x.
+
+    Returns:
+        float32 ``[H, D]``.
+
+    Raises:
+        ValueError: no rows.
+    """
+    square, product, rows = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for x, y in pairs:
+        square, product = square.to(x.device) + x.T @ x, product.to(x.device) + x.T @ y
+        rows += len(x)
+    if not rows:
+        raise ValueError("start: regression has no trained position to fit; set start=random")
+    ridge = RIDGE * square.diagonal()
+    if noise is not None:
+        ridge = ridge + rows * noise.to(ridge)
+    ridge = ridge.where(ridge > 0, 1.0)  # of an input that is always 0
+    factor = torch.linalg.cholesky(square + torch.diag(ridge))
+    return torch.cholesky_solve(product, factor).T.float().contiguous()

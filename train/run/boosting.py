@@ -1,0 +1,96 @@
+"""The steps of train.boost: train each draft model in a process of its own, then measure what they cover."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.cli.program import Failure
+from drafters.common.files import replace_json
+from drafters.common.machine import measured_on
+from drafters.model.files import resolve_device
+from train.configs import BoostConfig, DraftModelConfig
+from train.core.lm_heads import LMHeads
+from train.core.runtime import dtype_of
+from train.data.packing import Source, collate
+from train.draft.coverage import covered_rows, load_draft_models, right_rows
+from train.run.files import StateFolder
+from train.run.inputs import open_inputs
+
+SCRIPT = Path(__file__).resolve().parents[1] / "draft_model.py"
+
+
+def boost(config: BoostConfig, run: DraftModelConfig) -> None:
+    """Train the models that are not trained yet, then print and write the coverage."""
+    first = config.out / "1"
+    lists = {"boosted": [first], "seeds": [first]}
+    train(config, 0, first, None)
+    for number, _ in enumerate(config.draft_models[1:], 1):
+        out = config.out / f"boosted-{number + 1}"
+        after = [str(folder) for folder in lists["boosted"]]
+        train(config, number, out, {"after": after, "length": config.length, "keep": config.keep})
+        lists["boosted"].append(out)
+        if config.seeds:
+            out = config.out / f"seed-{number + 1}"
+            train(config, number, out, None)
+            lists["seeds"].append(out)
+    if not config.seeds:
+        del lists["seeds"]
+    named = {name: [str(folder) for folder in folders] for name, folders in lists.items()}
+    found = coverage(run, named | {"as they were": config.draft_models}, config.length)
+    result = {"config": config.model_dump(mode="json"), "run": run.model_dump(mode="json"), "coverage": found}
+    replace_json(config.out / "coverage.json", result | {"environment": measured_on(resolve_device())})
+    print(table(found, config.length))
+    print(f"draft_models: {json.dumps(named['boosted'])}")
+
+
+def train(config: BoostConfig, number: int, out: Path, boost: dict[str, Any] | None) -> None:
+    """Run one training in its own process, from its newest state if any; raise Failure if it fails."""
+    values = {"draft_model": config.draft_models[number], "out": str(out), "seed": number, "boost": json.dumps(boost)}
+    resume = ["--resume"] if StateFolder(out).latest() else []
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    line = [sys.executable, str(SCRIPT), "--config", str(config.run), *resume, *overrides]
+    if status := subprocess.run(line, check=False).returncode:
+        raise Failure(f"the training in {out} ended with status {status}: see above; start again to continue")
+
+
+@torch.no_grad()
+def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int) -> dict[str, list[float]]:
+    """By list, the share of held-out rows that any of its first 1 to n draft models covers."""
+    inputs, device = open_inputs(run), resolve_device()
+    inputs.ends.to(device)
+    heads = LMHeads(run, inputs.ends.lm_head)
+    names = list(dict.fromkeys(name for names in lists.values() for name in names))
+    models = dict(zip(names, load_draft_models(names, dtype_of(run), device), strict=True))
+    totals = {name: [0] * len(names) for name, names in lists.items()}
+    rows = 0
+    for index in held_out(inputs.heldout, run.heldout_tokens):
+        batch = collate(inputs.heldout, [index])
+        answers = batch.shifted(batch.loss_mask, 1)
+        rows += int(answers.sum())
+        covered = {name: covered_rows(right_rows(model, batch, heads), batch, length) for name, model in models.items()}
+        for name, members in lists.items():
+            union = torch.zeros_like(answers)
+            for place, member in enumerate(members):
+                union |= covered[member]
+                totals[name][place] += int((union & answers).sum())
+    return {name: [total / rows for total in found] for name, found in totals.items()}
+
+
+def held_out(store: Source, tokens: int) -> range:
+    """The dialogues of the first ``tokens`` tokens, at least one."""
+    return range(max(1, int((store.lengths.cumsum(0) <= tokens).sum())))
+
+
+def table(found: Mapping[str, list[float]], length: int) -> str:
+    """The shares as text."""
+    count = max(map(len, found.values()))
+    lines = [
+        f"{'covered, ' + str(length) + ' tokens a speculation':<34}" + "".join(f"{n:>9}" for n in range(1, count + 1))
+    ]
+    lines += [f"{name:<34}" + "".join(f"{share:>9.2%}" for share in shares) for name, shares in found.items()]
+    return "\n".join(lines)
