@@ -17,9 +17,8 @@ from data_prep.extraction.headers import make_headers
 from data_prep.store.manifest import ANSWERS
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
-from drafters.model.adapter import BASE
 from drafters.model.files import load_config_only
-from drafters.model.loading import config_and_adapter
+from drafters.model.loading import BASE, config_and_adapter
 from drafters.model.weights import open_weights, weight_files
 from train.core.config import OnlineData, TrainConfig
 from train.data.online import OnlineFeatures, as_feature_keys
