@@ -1,5 +1,6 @@
 """A pass of an EAGLE head in one call against the same pass by torch's operations and our other kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from drafters import TargetModel, generate
 from drafters.config import UNSHIFTED
-from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
+from drafters.drafting.passes import Level, Nodes, OneCallPasses
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.draft_head import DRAFT_IDS, DraftHead
 from drafters.model.rows import Rows
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, ShapePolicy
@@ -31,6 +32,29 @@ def drafter_of(name: str, bias: bool = False, **options: Any) -> EagleDrafter:
         weights.data.normal_(std=0.15) if weights.dim() == 2 else weights.data.uniform_(0.5, 1.5)
     head.register_buffer(DRAFT_IDS, torch.randperm(97)[:60].int())
     return EagleDrafter(target, head, EagleOptions(**options))
+
+
+class TorchPasses:
+    """The same passes by torch's operations."""
+
+    def __init__(self, predicted: Tensor, extend: Callable[[Tensor, Tensor, Rows], Tensor], head: DraftHead) -> None:
+        self._predicted, self._extend, self._head = predicted, extend, head
+
+    def first(self, ranks: int) -> Level:
+        found = self._head(self._predicted)[0].float().softmax(-1).topk(min(ranks, self._head.width), dim=-1)
+        return Level(found.indices.tolist(), self._head.tokens(found.indices).tolist(), found.values.tolist())
+
+    def further(self, nodes: Nodes, ranks: int) -> Level:
+        device, rows, before = self._predicted.device, Rows(offset=nodes.before), nodes.before
+        if not nodes.is_chain:
+            see = torch.zeros(1, len(nodes.tokens), len(nodes.seen), dtype=torch.bool)
+            for row, others in enumerate(nodes.seen[before:]):
+                see[0, row, others] = True
+            depths = torch.tensor([[len(others) - 1 for others in nodes.seen]], device=device)
+            rows = Rows(see.to(device), depths, before)
+        parents, places = (torch.tensor(part, device=device) for part in (nodes.parents, nodes.places))
+        self._predicted = self._extend(self._predicted[:, parents], places[None], rows)
+        return self.first(ranks)
 
 
 # What a draft goes on from, level by level: nodes of the level before, and which of those gone on from each sees.
