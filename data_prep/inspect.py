@@ -1,10 +1,10 @@
-"""What is in a feature store, finished or half written; of a folder of splits, in each of them.
+"""Print the content of a feature store, finished or half written, or of all splits in a folder.
 
     python -m data_prep.inspect runs/stdlib-features/train [--verify] [--sample 64] [--dialogue 0] [--tokenizer PATH]
 
 Counts and sizes come from the manifest and the shards' headers, statistics of the features from a sample of dialogues
-spread over the store, and one dialogue is decoded with the tokens that are trained on in colour. --verify reads every
-byte. The last line is the verdict; the exit status is 1 if anything is not as it was written.
+spread over the store. One dialogue is decoded, with the trained tokens in colour. --verify reads every byte. The last
+line is the verdict; the exit status is 1 if something is damaged.
 """
 
 from pathlib import Path
@@ -14,9 +14,9 @@ from drafters.cli.program import CommandLine, command, keeping, positive, run_pr
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what the store holds; 1 if something in it is damaged."""
+    """Find the stores and print them; returns 1 if something is damaged."""
     parser = CommandLine("data_prep.inspect", __doc__)
-    parser.add_argument("store", type=Path, help="a store, or a folder of stores (what `out` was)")
+    parser.add_argument("store", type=Path, help="a store, or a folder of stores (the `out` of data_prep.features)")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
     parser.add_argument("--sample", type=positive, default=64, help="dialogues for the statistics (default 64)")
     parser.add_argument("--dialogue", type=int, default=0, help="which one to decode (default 0, the first)")
@@ -24,23 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse(arguments)
     stores = find_stores(parsed.store)
 
-    from data_prep.inspect_run import run
+    from data_prep.store.inspection import inspect_all
 
     with keeping(lambda: f"nothing was changed; to start again: {command()}"):
-        return run(stores, parsed)
+        return inspect_all(stores, parsed)
 
 
 def find_stores(path: Path) -> list[Path]:
-    """The store at ``path``, or those in its sub-folders (a folder of splits).
-
-    Raises:
-        ValueError: there is none.
-    """
-    if (path / MANIFEST).is_file():
-        return [path]
-    splits = sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
+    """The store at ``path``, or the stores in its sub-folders; raises ValueError if there is none."""
+    splits = [path] if (path / MANIFEST).is_file() else sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
     if not splits:
-        read_manifest(path)  # says what is wrong
+        read_manifest(path)  # raises the error
     return splits
 
 

@@ -1,9 +1,9 @@
-"""One ShareGPT file or Hub dataset -> ``train.jsonl`` and ``heldout.jsonl``.
+"""Split one ShareGPT file or Hub dataset into ``train.jsonl`` and ``heldout.jsonl``.
 
     python -m data_prep.split data/sharegpt.json --out runs/sharegpt --heldout 500 [--seed 0]
 
-Usable dialogues only, in the order of the source; which of them are held out is drawn from the seed. Dialogues with the
-same first question go to the same side, or the drafter would be tested on what it was trained on.
+Only usable dialogues are written, in the order of the source; the seed decides which are held out. Dialogues with the
+same first question go to the same side, so that a drafter is not tested on what it was trained on.
 """
 
 import argparse
@@ -13,106 +13,16 @@ from pathlib import Path
 
 from data_prep.common.disk import check_room, source_bytes
 from data_prep.dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
+from data_prep.dialogues.sharegpt import record, same_question
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.files import check_folder, replace_json, replace_text
 from drafters.common.provenance import changes
 
 FACTS = "split.json"
-FROM = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
-
-
-def split(dialogues: list[Dialogue], heldout: int, seed: int) -> tuple[list[Dialogue], list[Dialogue]]:
-    """``dialogues`` without and with the held-out ones, at least ``heldout`` of them (a shared question brings more).
-
-    Raises:
-        ValueError: nothing would be left to train on.
-    """
-    groups: dict[str, list[int]] = {}
-    for index, dialogue in enumerate(dialogues):
-        groups.setdefault(_question(dialogue), []).append(index)
-    order = list(groups.values())
-    random.Random(seed).shuffle(order)
-    chosen: set[int] = set()
-    for group in order:
-        if len(chosen) >= heldout:
-            break
-        chosen.update(group)
-    if len(chosen) >= len(dialogues):
-        raise ValueError(
-            f"--heldout {heldout} takes all of the {len(dialogues)} usable dialogues ({len(groups)} different first "
-            "questions); hold out fewer"
-        )
-    train = [dialogue for index, dialogue in enumerate(dialogues) if index not in chosen]
-    return train, [dialogues[index] for index in sorted(chosen)]
-
-
-def record(dialogue: Dialogue) -> dict[str, object]:
-    """The ShareGPT record of a dialogue."""
-    turns = [
-        {"from": FROM[message["role"]], "value": message["content"]}
-        | {key: value for key, value in message.items() if key not in ("role", "content", "tools")}
-        for message in dialogue.messages
-    ]
-    category = {"category": dialogue.category} if dialogue.category else {}
-    tools = {"tools": dialogue.messages[0]["tools"]} if "tools" in dialogue.messages[0] else {}
-    return {"id": dialogue.id, **category, **tools, "conversations": turns}
-
-
-def unanswered_record(name: str, question: str) -> dict[str, object]:
-    """A ShareGPT record that nobody has answered yet."""
-    return {"id": name, "conversations": [{"from": FROM["user"], "value": question}]}
-
-
-def same_question(text: str) -> str:
-    """Equal for questions that differ in case and white space alone."""
-    return " ".join(text.lower().split())
-
-
-def _question(dialogue: Dialogue) -> str:
-    return same_question(next(message["content"] for message in dialogue.messages if message["role"] == "user"))
-
-
-def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
-    """Check that ``out`` is free, or holds this very split, perhaps half of it.
-
-    Raises:
-        ValueError: a file stands in the way, or the data of somebody else, which could be the source itself.
-    """
-    check_folder(out, "--out")
-    files = [out / f"{name}.jsonl" for name in ("train", "heldout")]
-    if any(file.exists() and Path(source).exists() and file.samefile(source) for file in files):
-        raise ValueError(f"--out {out} would overwrite the source {source}; give another folder")
-    made = out / FACTS
-    if not made.is_file():
-        if found := [file.name for file in files if file.exists()]:
-            raise ValueError(f"--out {out} holds a {found[0]} that no split has made; give another folder")
-        return
-    try:
-        before = {"unanswered": False, **json.loads(made.read_text())}  # a split of before there were such
-        changed = changes({key: before[key] for key in facts}, facts)
-    except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{made} is not what this program writes; give another folder") from None
-    if changed:  # a drafter trained on the one side would be tested on the other
-        raise ValueError(f"--out {out} holds another split: {'; '.join(changed)}; give another folder, or delete it")
-
-
-def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
-    """Read the source and write both sides, and what they were made from, ``facts``."""
-    counts = ReadCounts()
-    dialogues = list(read_dialogues(parsed.source, counts, parsed.unanswered))
-    train, heldout = split(dialogues, parsed.heldout, parsed.seed)
-    facts |= {"source": parsed.source, "train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    replace_json(parsed.out / FACTS, facts)  # first: a killed run may be run again
-    for name, part in (("train", train), ("heldout", heldout)):
-        replace_text(parsed.out / f"{name}.jsonl", "".join(json.dumps(record(d)) + "\n" for d in part))
-    print(
-        f"{parsed.source}: {counts.describe()}; {len(train):,} to train on, {len(heldout):,} held out -> {parsed.out}"
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write both sides of a split."""
+    """Check the arguments; write both sides of the split."""
     parser = CommandLine("data_prep.split", __doc__)
     parser.add_argument(
         "source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:config][:split]"
@@ -131,6 +41,63 @@ def main(arguments: list[str] | None = None) -> None:
     check_room(parsed.out, source_bytes(parsed.source), f"--out {parsed.out}", "give a folder on another disk")
     with keeping(lambda: f"to start again: {command()}"):
         write_split(parsed, facts)
+
+
+def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
+    """Raise ValueError unless ``out`` is free or has this very split, complete or not."""
+    check_folder(out, "--out")
+    files = [out / f"{name}.jsonl" for name in ("train", "heldout")]
+    if any(file.exists() and Path(source).exists() and file.samefile(source) for file in files):
+        raise ValueError(f"--out {out} would overwrite the source {source}; give another folder")
+    made = out / FACTS
+    if not made.is_file():
+        if found := [file.name for file in files if file.exists()]:
+            raise ValueError(f"--out {out} has a {found[0]} that no split has made; give another folder")
+        return
+    try:
+        before = {"unanswered": False, **json.loads(made.read_text())}  # older splits do not record it
+        changed = changes({key: before[key] for key in facts}, facts)
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{made} was not written by this program; give another folder") from None
+    if changed:  # a drafter could be tested on its training data
+        raise ValueError(f"--out {out} holds another split: {'; '.join(changed)}; give another folder, or delete it")
+
+
+def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
+    """Read the source, and write both sides and ``facts``."""
+    counts = ReadCounts()
+    dialogues = list(read_dialogues(parsed.source, counts, parsed.unanswered))
+    train, heldout = split(dialogues, parsed.heldout, parsed.seed)
+    facts |= {"source": parsed.source, "train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    replace_json(parsed.out / FACTS, facts)  # first, so that a killed run can be repeated
+    for name, part in (("train", train), ("heldout", heldout)):
+        replace_text(parsed.out / f"{name}.jsonl", "".join(json.dumps(record(d)) + "\n" for d in part))
+    print(
+        f"{parsed.source}: {counts.describe()}; {len(train):,} to train on, {len(heldout):,} held out -> {parsed.out}"
+    )
+
+
+def split(dialogues: list[Dialogue], heldout: int, seed: int) -> tuple[list[Dialogue], list[Dialogue]]:
+    """Training and held-out dialogues; at least ``heldout``, more if questions are shared. ValueError if all."""
+    groups: dict[str, list[int]] = {}
+    for index, dialogue in enumerate(dialogues):
+        question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
+        groups.setdefault(same_question(question), []).append(index)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    chosen: set[int] = set()
+    for group in order:
+        if len(chosen) >= heldout:
+            break
+        chosen.update(group)
+    if len(chosen) >= len(dialogues):
+        raise ValueError(
+            f"--heldout {heldout} takes all of the {len(dialogues)} usable dialogues ({len(groups)} different first "
+            "questions); hold out fewer"
+        )
+    train = [dialogue for index, dialogue in enumerate(dialogues) if index not in chosen]
+    return train, [dialogues[index] for index in sorted(chosen)]
 
 
 if __name__ == "__main__":

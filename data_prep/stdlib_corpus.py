@@ -1,12 +1,10 @@
 """Make ShareGPT dialogues from the source files of the installed Python standard library.
 
-Nothing is downloaded and nothing is imported: the files are parsed with `ast`. The result is a real, licence-clear
-corpus of prose and code on which a small target model can be trained on a laptop.
-
     python -m data_prep.stdlib_corpus --out runs/stdlib
-"""
 
-from __future__ import annotations
+The files are parsed with `ast`; nothing is downloaded or imported. The result is a corpus of prose and code with a
+clear licence, on which a small target can be trained on a laptop.
+"""
 
 import ast
 import contextlib
@@ -54,25 +52,25 @@ THEN_DOC = ("What does it do?", "Explain what this code does.", "Describe it in 
 
 @dataclass(frozen=True)
 class StdlibObject:
-    """A module, class or function of the standard library, with what its source file says of it."""
+    """A module, class or function of the standard library, with its documentation and source."""
 
     name: str
     module: str
     kind: str
-    group: str  # the top-level object it belongs to: the unit of the train / held-out split
+    group: str  # its top-level object: the unit of the train / held-out split
     doc: str
     source: str
     methods: tuple[str, ...] = ()
 
 
 def stable_hash(*parts: object) -> int:
-    """A hash that is the same in every process and on every machine (the built-in `hash` is salted)."""
+    """A hash that is the same in every process, unlike the built-in `hash`."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def cut_text(text: str, limit: int) -> str:
-    """The longest prefix of whole lines within `limit` characters; blank lines are preferred as the cut."""
+    """The longest prefix of whole lines within `limit` characters, cut at a blank line if possible."""
     if len(text) <= limit:
         return text
     head = text[: limit + 1]
@@ -81,8 +79,8 @@ def cut_text(text: str, limit: int) -> str:
     return head[: cut if cut > 0 else limit].rstrip()
 
 
-def source_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(module name, path) of every standard-library source file worth reading, in a fixed order."""
+def read_objects(root: Path) -> Iterator[StdlibObject]:
+    """Every object of the library below `root`, without tests, tools and files that cannot be parsed."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(SKIPPED_PREFIXES) for part in parts):
@@ -90,8 +88,9 @@ def source_files(root: Path) -> Iterator[tuple[str, Path]]:
         names = [*parts[:-1], path.stem]
         if names[-1] in ("__init__", "__main__"):
             names.pop()
-        if names:
-            yield ".".join(names), path
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+            if names:
+                yield from list(objects_of(".".join(names), path.read_text(encoding="utf-8")))
 
 
 def _source_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
@@ -106,7 +105,7 @@ def _clean_doc(node: ast.AST) -> str:
 
 def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
     """The module itself and its classes, methods and functions, in source order."""
-    tree, lines = ast.parse(text), text.split("\n")  # not splitlines: a form feed is no line end to ast
+    tree, lines = ast.parse(text), text.split("\n")  # not splitlines: for ast, a form feed does not end a line
     yield StdlibObject(module, module, "module", module, _clean_doc(tree), "")
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for node in tree.body:
@@ -116,31 +115,18 @@ def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
         inner = [child for child in node.body if isinstance(child, functions)] if kind == "class" else []
         methods = tuple(dict.fromkeys(child.name for child in inner))
         yield StdlibObject(name, module, kind, name, _clean_doc(node), _source_of(node, lines), methods)
-        # A one-method class is its method: showing both would only repeat the text.
+        # A class with one method has the same text as its method.
         for child in inner if len(inner) > 1 else ():
             about = _clean_doc(child), _source_of(child, lines)
             yield StdlibObject(f"{name}.{child.name}", module, "method", name, *about)
-
-
-def read_objects(root: Path) -> list[StdlibObject]:
-    """Every object of the library below `root`; files that cannot be parsed are skipped."""
-    found: list[StdlibObject] = []
-    for module, path in source_files(root):
-        with contextlib.suppress(SyntaxError, UnicodeDecodeError):
-            found.extend(objects_of(module, path.read_text(encoding="utf-8")))
-    return found
-
-
-def _fill(template: str, item: StdlibObject) -> str:
-    short = item.name[len(item.module) + 1 :] or item.name
-    return template.format(name=item.name, kind=item.kind, short=short, module=item.module)
 
 
 def dialogues_of(item: StdlibObject, seed: int, limit: int) -> Iterator[tuple[str, list[str]]]:
     """(kind, turns) of the dialogues about one object; turns alternate between the user and the assistant."""
 
     def pick(options: tuple[str, ...], salt: str) -> str:
-        return _fill(options[stable_hash(seed, item.name, salt) % len(options)], item)
+        template, short = options[stable_hash(seed, item.name, salt) % len(options)], item.name[len(item.module) + 1 :]
+        return template.format(name=item.name, kind=item.kind, short=short or item.name, module=item.module)
 
     doc, source = cut_text(item.doc, limit), cut_text(item.source, limit)
     has_doc, has_source = len(doc) >= MIN_DOC, len(source) >= MIN_SOURCE
@@ -166,8 +152,8 @@ def build_corpus(
 ) -> list[tuple[str, dict]]:
     """(split, ShareGPT record) for each dialogue, in a fixed shuffled order, without duplicates.
 
-    The first ``max_dialogues`` are for training and, by their objects, held out. Of those after them, the ones about
-    held-out objects that no held-out dialogue is about are for tuning: nothing is trained on them, nothing measured.
+    The first ``max_dialogues`` are for training or held out, depending on their objects. Later dialogues about held-out
+    objects without a held-out dialogue are for tuning: nothing is trained or measured on them.
     """
     if max_chars < 200:
         raise ValueError(f"max_chars is {max_chars}; answers need at least 200 characters")
@@ -181,7 +167,7 @@ def build_corpus(
     for item in read_objects(root):
         held_out = stable_hash("split", item.group) % 1000 < HELDOUT_PER_MILLE
         for kind, turns in dialogues_of(item, seed, max_chars):
-            # The same text under two names (copies between modules) would leak from train into held-out.
+            # The same text under two names (copied between modules) would be in both training and held-out data.
             answer = hashlib.sha256("\n".join(turns[1::2]).encode()).hexdigest()
             if seen.setdefault(answer, item.name) != item.name or (answer + kind) in seen:
                 continue
@@ -201,11 +187,7 @@ def build_corpus(
 
 
 def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600) -> dict:
-    """Write train.jsonl, heldout.jsonl, tune.jsonl and manifest.json into `out`; return the manifest.
-
-    Raises:
-        ValueError: a wrong argument, or a file where the folder should be.
-    """
+    """Write train.jsonl, heldout.jsonl, tune.jsonl and manifest.json into `out`; return the manifest."""
     check_folder(out, "--out")
     records = build_corpus(root, max_dialogues, seed, max_chars)
     texts = dict.fromkeys((TRAIN, HELDOUT, TUNE), "")

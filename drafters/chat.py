@@ -26,7 +26,7 @@ NONE = "none"
 
 
 class Options(Config):
-    """Of whichever drafter it is; the drafter checks them."""
+    """Options of a drafter, which checks them when it is built."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -50,10 +50,10 @@ def seed(text: str) -> int:
 
 
 def is_method(drafter: str) -> bool:
-    """Whether --drafter names a method; else it names a trained drafter.
+    """True if --drafter names a method, False if it names a trained drafter.
 
     Raises:
-        ValueError: it can be neither.
+        ValueError: it is neither.
     """
     if drafter == NONE or drafter in method_names():
         return True
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default 512")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="default auto: bf16 where it is fast")
     parser.add_argument("--quantize", choices=get_args(Quantization), help="the target's layers")
-    parser.add_argument("--system", help="a message that stands before the conversation")
+    parser.add_argument("--system", help="a system message")
     parser.add_argument("--seed", type=seed, default=0, help="of sampling; default 0")
     given = parser.parse(arguments)
     method = is_method(given.drafter)

@@ -1,6 +1,6 @@
-"""Run configurations: one complete YAML per run, checked by a pydantic schema that lives beside the code that reads it.
+"""Run configurations: one complete YAML file per run, checked by a pydantic schema.
 
-Unknown keys are errors that suggest the nearest known key; ``key=value`` overrides use dots for nested keys.
+An unknown key is an error that suggests the nearest known key. ``key=value`` overrides use dots for nested keys.
 """
 
 import difflib
@@ -16,8 +16,8 @@ from drafters.common.wording import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
-# Whole numbers of a schema with the largest value of their kind: above every real use, so that a mistyped one is
-# refused before it fills the memory or never ends. A field adds its own bounds.
+# Bounded whole numbers for schemas. The bounds are above every real use, so that a mistyped value is refused before it
+# fills the memory or runs for ever. A field adds its own bounds.
 DraftSize = Annotated[int, Field(le=1_024)]  # tokens, nodes, beams or candidates of one draft
 Layers = Annotated[int, Field(le=4_096)]  # layers of a model, or the number of one
 Size = Annotated[int, Field(le=65_536)]  # sequences, requests or threads side by side; repetitions
@@ -50,8 +50,8 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
     """Read ``path`` (YAML), apply ``key.sub=value`` overrides, and validate.
 
     Raises:
-        ValueError: the file is missing or not a YAML mapping, a key stands twice, or a key or value is wrong; the
-            message names the file, the key, what was found and, for an unknown key, the nearest known one.
+        ValueError: the file is missing or not a YAML mapping, a key occurs twice, or a key or value is wrong; the
+            message names the file, the key, the value found and, for an unknown key, the nearest known one.
     """
     file = Path(path)
     if not file.is_file():
@@ -70,7 +70,7 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
 
 
 def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
-    """A configuration of nothing but ``key=value`` arguments over the schema's defaults.
+    """A configuration from ``key=value`` arguments and the schema's defaults.
 
     Raises:
         ValueError: a key or value is wrong.
@@ -92,7 +92,7 @@ def validate(schema: type[ConfigT], data: dict[str, Any], source: str, most: int
 
 
 def _apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
-    """Set every ``key=value``; one that would undo another, by the same key or a group around it, is a ValueError."""
+    """Set every ``key=value``; raises ValueError if one would undo another, by the same key or a group around it."""
     given: dict[str, str] = {}
     for override in overrides:
         _apply_override(data, override)
@@ -130,7 +130,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """``yaml.SafeLoader`` takes the last of several equal keys without a word; here they are an error."""
+    """``yaml.SafeLoader`` silently takes the last of several equal keys; here they are an error."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -138,7 +138,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (before := first.setdefault((key.tag, key.value), key)) is not key:
                 lines = f"{before.start_mark.line + 1} and {key.start_mark.line + 1}"
-                raise yaml.YAMLError(f"the key {key.value!r} stands twice, on lines {lines}; keep one of them")
+                raise yaml.YAMLError(f"the key {key.value!r} occurs twice, on lines {lines}; keep one of them")
         return node
 
 

@@ -1,10 +1,10 @@
-"""A released drafter, in the form of its authors, as a checkpoint of this toolkit: the way back of ``drafters.export``.
+"""Import a drafter in the form of its authors as a checkpoint of this toolkit; the reverse of ``drafters.export``.
 
     python -m drafters.convert SOURCE --target MODEL --out FOLDER [--revision R] [--exit-layer N]
 
-SOURCE is a folder or Hub repository with config.json and model.safetensors (or pytorch_model.bin, of which tensors
-alone are read): an EAGLE or EAGLE-2 head, or a Kangaroo adapter, whose exit layer no file of its authors tells. FOLDER
-loads by `load_drafter`, trains further (init_from), and is published like any other.
+SOURCE is a folder or Hub repository of an EAGLE or EAGLE-2 head or a Kangaroo adapter: config.json and
+model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter needs --exit-layer, which
+its files do not tell. FOLDER can be loaded (`load_drafter`), trained further (init_from) and published.
 """
 
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""A trained drafter in the form that the official code or an engine loads; and whether a folder is in such a form.
+"""Export a trained drafter in the form that its official code or an engine loads, or check a folder in such a form.
 
     python -m drafters.export CHECKPOINT --to official|vllm|sglang --out FOLDER [--target MODEL] [--adapter LORA]
     python -m drafters.export --check FOLDER [--to official|vllm|sglang] [--target MODEL]
 
-EAGLE heads whose decoder layer is a Llama's go to all three; the official code and vLLM read the same folder.
-Kangaroo adapters of Llamas go to their official code. Each folder gets a README.md that says how to serve it. Who loads
-a head says nothing where a name, a shape or a key of config.json is wrong: --check does, with status 1.
+EAGLE heads with the decoder layer of a Llama go to all three; the official code and vLLM read the same folder. Kangaroo
+adapters of Llamas go to their official code. Each folder gets a README.md with the command that serves it. These
+programs do not report a wrong name, shape or key of config.json: --check does, with status 1.
 """
 
 from pathlib import Path

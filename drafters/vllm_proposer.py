@@ -1,4 +1,4 @@
-"""Drafters that copy, inside vLLM: its ``custom_class`` proposer, for the methods that need token ids alone.
+"""Retrieval drafters inside vLLM: its ``custom_class`` proposer, for methods that need only token ids.
 
     vllm serve TARGET --additional-config '{"drafter": {"drafter": "suffix", "alpha": 1.0}}' --speculative-config \
         '{"method": "custom_class", "model": "drafters.vllm_proposer.Proposer", "num_speculative_tokens": 8}'
@@ -28,7 +28,7 @@ LENGTHS = {
 
 @dataclass
 class Requests:
-    """What these drafters read of a ``DecodeState``; a row is a request's for as long as vLLM goes on with it.
+    """The part of a ``DecodeState`` that these drafters read; a request keeps its row until it ends.
 
     Attributes:
         most: tokens of a draft. context: tokens of a request.
@@ -51,7 +51,7 @@ class Requests:
 
 
 class Proposer:
-    """What vLLM makes of its configuration, and asks for drafts after every step.
+    """vLLM builds it from its configuration, and calls ``propose`` after every step.
 
     Raises:
         ValueError: a method that needs more than token ids, or options that it does not have.
@@ -114,14 +114,14 @@ class Proposer:
         return [self._drafter.retrieve(state, row).tokens if row >= 0 else [] for row in self._rows]
 
     def _find(self, texts: dict[int, np.ndarray]) -> dict[int, int]:
-        """The row of each text: vLLM moves requests about in its batch, and does not say so."""
+        """The row of each text: vLLM moves requests in its batch without saying so."""
         found: dict[int, int] = {}
         for n, text in texts.items():
             likely = self._rows[n : n + 1]
             rows = (row for row in (*likely, *self._texts) if row in self._texts and row not in found.values())
             if (row := next((row for row in rows if _goes_on(self._texts[row], text)), None)) is not None:
                 found[n] = row
-        # The others are new ones, in place of what has not gone on for the longest time: so it is past, and remembered.
+        # New requests take the rows of those that ended longest ago, whose texts the drafter then remembers.
         for n in texts.keys() - found.keys():
             ended = (row for row in self._texts if row not in found.values())
             found[n] = next(ended, len(self._texts.keys() | set(found.values())))
@@ -129,12 +129,12 @@ class Proposer:
 
 
 def _goes_on(before: np.ndarray, text: np.ndarray) -> bool:
-    """Whether a text is one from before with more behind it."""
+    """True if ``text`` is the text of the step before, with more tokens."""
     return len(before) < len(text) and np.array_equal(before, text[: len(before)])
 
 
 def copying_drafter(given: dict[str, Any], most: int, target: TargetModel) -> Retrieval:
-    """The drafter of a config's entry, as one that drafts chains of at most ``most`` tokens.
+    """The drafter of a config's entry, set to chains of at most ``most`` tokens.
 
     Raises:
         ValueError: a method that needs more than token ids, or options that it does not have.
@@ -145,7 +145,7 @@ def copying_drafter(given: dict[str, Any], most: int, target: TargetModel) -> Re
         raise ValueError(f"vLLM gives a drafter token ids alone, and {name!r} needs more; known: {', '.join(LENGTHS)}")
     kind = cast(type[Retrieval], drafter_class(name))
     if options.setdefault(LENGTHS[name], most) == "auto":
-        raise ValueError(f"{name}: {LENGTHS[name]}: auto goes by what a step costs in our own loop; give a number")
+        raise ValueError(f"{name}: {LENGTHS[name]}: auto depends on step costs in our own loop; give a number")
     if "chain" in kind.options.model_fields and not options.setdefault("chain", True):
         raise ValueError(f"{name}: chain is false, and vLLM verifies chains alone; leave it out")
     return kind(target, validate(kind.options, options, source=f"options of drafter {name!r}"))

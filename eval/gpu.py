@@ -1,11 +1,11 @@
-"""Everything that only a GPU can measure, in parts, the most important first, and one page of what was to be reached.
+"""Everything that only a GPU can measure, in parts, the most important first, and one page of goals.
 
     python -m eval.gpu [--out FOLDER] [--only PART ...] [--again PART ...] [--minutes M] [--list]
 
-Each part is a process of its own with a time limit; all limits together are under 40 minutes. Run again, it goes on: a
-part that is done is not repeated, one that failed or was killed is. A part that lacks something says so on the page.
+Each part is a process with a time limit; all limits together are under 40 minutes. The same command resumes: a part
+that is done is not repeated, a part that failed or was killed is. The page says what a part lacks.
 
-Contents: PARTS is what is run, GOALS what is to be reached, then what runs them. eval/report/gpu.py writes the page.
+Contents: PARTS (the commands), GOALS (the figures and their bounds), then the functions that run them.
 """
 
 import contextlib
@@ -24,10 +24,11 @@ from typing import Any
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_folder, replace_json, replace_text
 from eval.report.gpu import Ending, Goal, Section, page
+from eval.report.tables import tail
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
-CORPUS = "runs/stdlib"  # where the configs look for it
+CORPUS = "runs/stdlib"  # the configs read it there
 
 _ROOFLINE = "python -m eval.roofline --shape llama-7b out={out}"
 _TRAINING = "python -m train.throughput --rounds 7 --steps 8 --out {out}/throughput.json --shape hidden=4096"
@@ -41,7 +42,7 @@ def _lines(*commands: str) -> list[list[str]]:
 
 
 PARTS = [
-    Section("exact", "every method's tokens on captured forwards are the CPU's; memory stands still",
+    Section("exact", "every method's tokens on captured forwards are the CPU's; memory does not grow",
          _lines("python tests/gpu_exact.py --out {out}/exact.json"), "exact.json", 180,
          needs=("pytest",)),
     Section("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",
@@ -89,19 +90,12 @@ def _ratio(above: Figure, below: Figure) -> Figure:
 
 
 def _unexplained(found: dict[str, Any]) -> float:
-    from eval.figures.divergence import tail  # here: to list the parts takes no torch
-
     rows = [row for row in found["rows"] if row["lossless"] and row.get("divergences")]
-    exact = [(row["divergences"], row["prompts"]) for row in rows]
-    return float(sum(each["unexplained"] for each, prompts in exact if tail(each, prompts) is None))
+    return float(sum(r["divergences"]["unexplained"] for r in rows if tail(r["divergences"], r["prompts"]) is None))
 
 
 def _fastest(found: dict[str, Any]) -> float:
     return max(row["speedup"] for row in found["rows"] if row["lossless"] and row["temperature"] == 0)
-
-
-def _more_segments(found: dict[str, Any]) -> float:
-    return found["steady"]["segments_after"] - found["steady"]["segments_before"]
 
 
 _SPEED = _row("plain decoding", "tokens_per_second")
@@ -113,7 +107,8 @@ GOALS = [
     Goal("exact", "runs whose tokens are not the CPU's", lambda f: sum(not row["same"] for row in f["rows"]), 0, False,
          _WHOLE),
     Goal("exact", "forwards captured for an EAGLE tree", lambda f: f["steady"]["captured"], 1, form=_WHOLE),
-    Goal("exact", "device memory segments more after a prompt in the steady state", _more_segments, 0, False, _WHOLE),
+    Goal("exact", "device memory segments more after a prompt in the steady state",
+         lambda f: f["steady"]["segments_after"] - f["steady"]["segments_before"], 0, False, _WHOLE),
     Goal("roofline", "plain decoding, of the measured bandwidth", _row("plain decoding", "roofline_share"), 0.80,
          form=_SHARE),
     Goal("roofline", "plain decoding over stock eager generate", _ratio(_SPEED, _STOCK), 4.0),
@@ -140,11 +135,8 @@ GOALS = [
 ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- running
-
-
 def run_part(part: Section, folder: Path) -> Ending:
-    """Run its commands one after the other, into ``folder``; what they print goes to log.txt there."""
+    """Run the part's commands; their output goes to log.txt in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [[word.replace("{out}", str(folder)) for word in words] for words in part.commands]
     ended, reason = "done", ""
@@ -155,9 +147,9 @@ def run_part(part: Section, folder: Path) -> Ending:
                 continue
             status = _run(line, log, part.seconds - (time.monotonic() - began))
             if status is None:
-                ended, reason = "out of time", f"stopped after {part.seconds} s; run again, it goes on"
+                ended, reason = "out of time", f"stopped after {part.seconds} s; run the same command to resume"
                 break
-            if status and "--dry-run" not in line:  # which says with its status what is missing
+            if status and "--dry-run" not in line:  # the status of a dry run says what is missing
                 ended, reason = "failed", f"{shlex.join(line[1:4])} ended with status {status}"
                 break
     if ended == "done" and not (folder / part.result).is_file():
@@ -170,7 +162,7 @@ def run_part(part: Section, folder: Path) -> Ending:
 
 
 def _run(line: list[str], log: Any, seconds: float) -> int | None:
-    """Its exit status; None where it had to be stopped. Its own process group, so that nothing of it stays."""
+    """Return the exit status, or None after the time limit; a process group of its own is killed as a whole."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
@@ -186,12 +178,10 @@ def _run(line: list[str], log: Any, seconds: float) -> int | None:
 
 
 def run(parts: list[Section], out: Path, again: list[str], minutes: float | None) -> dict[str, Ending]:
-    """Run what is not done; the page is written after every part."""
+    """Run the parts that are not done, and write the page after each."""
     began = time.monotonic()
-    outcomes: dict[str, Ending] = {}
-    for part in PARTS:
-        if (file := out / part.name / "part.json").is_file():
-            outcomes[part.name] = Ending(**json.loads(file.read_text(encoding="utf-8")))
+    files = {part.name: out / part.name / "part.json" for part in PARTS}
+    outcomes = {name: Ending(**json.loads(file.read_text())) for name, file in files.items() if file.is_file()}
     for number, part in enumerate(parts, 1):
         if part.name in outcomes and outcomes[part.name].ended == "done" and part.name not in again:
             continue
@@ -212,33 +202,30 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
     return outcomes
 
 
-# ------------------------------------------------------------------------------------------------------- command
-
-
 def gpu_folder() -> str:
-    """A folder's name for this machine, asked of a process that leaves no GPU memory behind.
-
-    Raises:
-        ValueError: no GPU is visible.
-    """
-    question = "import torch; from eval.roofline_run import machine_folder as f; print(f(), torch.cuda.device_count())"
+    """Return a folder's name for this machine, from another process, so that no GPU memory stays allocated here."""
+    question = (
+        "import torch; from eval.rooflines.page import machine_folder as f; print(f(), torch.cuda.device_count())"
+    )
     answer = subprocess.run([PYTHON, "-c", question], cwd=ROOT, capture_output=True, text=True, check=False)
     if answer.returncode:
         raise ValueError(f"torch cannot be asked what this machine has: {answer.stderr.strip().splitlines()[-1]}")
     name, gpus = answer.stdout.split()[-2:]
     if not int(gpus):
-        raise ValueError("no GPU is visible here, and everything here needs one; --list shows what would be run")
+        raise ValueError("no GPU is visible, and all parts need one; --list shows the commands")
     return name
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; the exit status is 1 where a part failed."""
+    """Run the chosen parts; the exit status is 1 if a part failed."""
     names = [part.name for part in PARTS]
     parser = CommandLine("eval.gpu", __doc__)
     parser.add_argument("--out", type=Path, help="folder (default: docs/results/<machine>/gpu)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help="parts to run")
     parser.add_argument("--again", nargs="+", choices=names, default=[], metavar="PART", help="parts to repeat")
-    parser.add_argument("--minutes", type=float, help="begin no part whose time limit is more than is left of these")
+    parser.add_argument(
+        "--minutes", type=float, help="time for all parts; a part whose limit is longer than the rest is not begun"
+    )
     parser.add_argument("--list", action="store_true", help="show the parts and their commands, and run none")
     given = parser.parse(argv)
     if given.list:
@@ -251,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     check_folder(out, "--out")
     out.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in PARTS if part.name in given.only]
-    with keeping(lambda: f"finished parts are kept in {out}; to go on: {command()}"):
+    with keeping(lambda: f"finished parts are kept in {out}; to resume: {command()}"):
         outcomes = run(chosen, out.resolve(), given.again, given.minutes)
     print(f"{out / 'gpu.md'}")
     return int(any(outcome.ended in ("failed", "out of time") for outcome in outcomes.values()))

@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"there is no {REPORT} in {parsed.results} or below it; python -m eval.speed writes them")
     check_folder(parsed.out)
 
-    from eval.leaderboard_run import run
-    from eval.report.screen import make_console
+    from eval.report.leaderboard import run
+    from eval.report.tables import make_console
 
     run(parsed.results, parsed.out, make_console())
 

@@ -1,10 +1,10 @@
-"""tau of recipes that were trained with several seeds, and how far each is from another, with intervals.
+"""tau of recipes trained with several seeds, and their differences, with intervals.
 
     python -m eval.seeds runs/ablations/stdlib-eagle-inputs [--over "as shipped"]
 
-Reads the report.json that ``eval.speed`` left in the folder. A recipe is an entry with a ``grid`` over trained models,
-its seeds in one order in all of them: differences are taken seed by seed, since equal seeds see equal data. The 95%
-intervals (Student's t) are over the seeds, on the prompts of that report. Writes seeds.json and seeds.md beside it.
+Reads the report.json of ``eval.speed`` in the folder. A recipe is an entry with a ``grid`` over trained models, in the
+same order of seeds; differences are taken seed by seed, because equal seeds see equal data. The 95% intervals (of
+Student's t) are over the seeds, on the prompts of that report. Writes seeds.json and seeds.md beside it.
 """
 
 import statistics
@@ -13,24 +13,22 @@ from typing import Any
 
 from drafters.cli.program import CommandLine, run_program
 from drafters.hub.reports import REPORT, read
+from eval.report.tables import make_console, run_again, table, write_page
 
-# Two-sided 95% quantiles of Student's t, from one degree of freedom on.
+# Two-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
-TRAINED = {"checkpoint", "draft_model", "draft_models"}  # what a seed gives
+TRAINED = {"checkpoint", "draft_model", "draft_models"}  # options that name a trained model
 
 
 def compare(report: dict[str, Any], over: list[str]) -> list[dict[str, Any]]:
-    """Of every recipe at every temperature, tau by seed, its mean, and the per cent over each entry of ``over``.
+    """Return tau by seed, its mean, and the percentage over each entry of ``over``, for every recipe and temperature.
 
-    An entry without seeds is the same for all of them. Default: the first recipe.
-
-    Raises:
-        ValueError: nothing to compare, or recipes with different numbers of seeds.
+    ``over`` may name an entry without seeds; default: the first recipe.
     """
     taus: dict[tuple[float, str], list[float]] = {}
     recipes: dict[str, int] = {}
     for row in report["rows"]:
-        if row["tau"] is None:  # transformers' own, and other engines, that tell no steps
+        if row["tau"] is None:  # stock generation and engines that report no steps
             continue
         entry = row.get("entry", row["drafter"])
         taus.setdefault((row["temperature"], entry), []).append(row["tau"])
@@ -39,7 +37,7 @@ def compare(report: dict[str, Any], over: list[str]) -> list[dict[str, Any]]:
     counts = set(recipes.values())
     if len(counts) != 1 or not 2 <= min(counts) <= len(STUDENT) + 1:
         raise ValueError(
-            f"a recipe is an entry with a grid over as many trained models as all others, 2 to {len(STUDENT) + 1}; "
+            f"every recipe needs a grid over the same number of trained models, 2 to {len(STUDENT) + 1}; "
             f"found {recipes or 'none'}: give each entry grid: {{checkpoint: [its seeds]}}"
         )
     entries = dict.fromkeys(entry for _, entry in taus)
@@ -59,7 +57,7 @@ def compare(report: dict[str, Any], over: list[str]) -> list[dict[str, Any]]:
 
 
 def mean(name: str, values: list[float]) -> dict[str, Any]:
-    """``name`` and ``name_ci``: with 95% what the values were drawn from, if that is normal, has its mean in there."""
+    """Return the mean as ``name`` and its 95% interval as ``name_ci``, for normally distributed values."""
     half = STUDENT[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
     middle = statistics.mean(values)
     return {name: middle, f"{name}_ci": [middle - half, middle + half]}
@@ -69,24 +67,21 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the comparison beside a report."""
     parser = CommandLine("eval.seeds", __doc__)
     parser.add_argument("report", type=Path, help="folder of a report, the `out` of its config")
-    parser.add_argument("--over", metavar="LABEL", action="append", default=[], help="compare with it; default: first")
+    parser.add_argument(
+        "--over", metavar="LABEL", action="append", default=[], help="compare with this entry; default: first"
+    )
     parsed = parser.parse(arguments)
     file = parsed.report / REPORT
     if not file.is_file():
         raise ValueError(f"there is no {file}; measure first: python -m eval.speed --config F out={parsed.report}")
     report = read(file)
     rows = compare(report, parsed.over)
-
-    from eval.report.files import write_page
-    from eval.report.screen import make_console
-
     made = {"format_version": 1, "report": REPORT, "commit": report["environment"]["commit"], "argv": parsed.command}
     write_page({**made, "rows": rows}, page(rows, report, parsed.command), parsed.report, "seeds", make_console())
 
 
 def page(rows: list[dict[str, Any]], report: dict[str, Any], argv: list[str]) -> str:
-    """``seeds.md``."""
-    from eval.report.page import run_again, table
+    """Return ``seeds.md``."""
 
     def gain(found: dict[str, Any] | None) -> str:
         return "-" if found is None else "{:+.1f}% [{:+.1f}, {:+.1f}]".format(found["percent"], *found["percent_ci"])

@@ -1,4 +1,4 @@
-"""Chat templates of the shapes in use, and small tokenizers for them, trained on the spot."""
+"""Chat templates of all common shapes, and small tokenizers for them, trained here."""
 
 import datetime
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ MISTRAL = (  # as Mistral 7B v0.2: no generation prompt; a system message makes 
     + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}"
     + "{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-MISTRAL_V3 = (  # the system message stands in the LAST user turn: a prefix of the dialogue is no prefix of the text
+MISTRAL_V3 = (  # the system message is in the LAST user turn: a prefix of the dialogue is no prefix of the text
     _SPLIT_SYSTEM
     + "{{ bos_token }}{% for message in rest %}{% if message['role'] == 'user' %}"
     + "{{ '[INST] ' }}{% if loop.index0 >= rest | length - 2 and system %}{{ system + '\\n\\n' }}{% endif %}"
@@ -118,6 +118,11 @@ SENTENCEPIECE_SPECIALS = ["<unk>", "<s>", "</s>"]
 LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 CHAT_VOCAB = 300  # bytes, merges and special tokens of the byte-level tokenizer
 CHATML_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def chatml() -> PreTrainedTokenizerFast:
+    """The tokenizer of the tiny chat targets."""
+    return byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB)
 
 
 def byte_level(

@@ -1,4 +1,4 @@
-"""A chat server on loopback: as much of OpenAI's interface as regeneration asks for, as bad as told to be."""
+"""A chat server on loopback with the part of OpenAI's interface that regeneration uses, and with failures."""
 
 import json
 import threading
@@ -29,7 +29,7 @@ def error(status: int, message: str, code: str | None = None, **headers: str) ->
 
 
 def shout(messages: list[dict[str, str]]) -> str:
-    """What the server answers by itself: it depends on the whole history."""
+    """The server's answer, which depends on the whole history."""
     return " | ".join(message["content"].upper() for message in messages)[-200:]
 
 

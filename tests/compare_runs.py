@@ -1,4 +1,4 @@
-"""Does eval.compare find nothing between two runs of the same thing, and a slowdown of 5% where there is one?
+"""Does eval.compare find no change between two runs of the same thing, and a slowdown of 5% if there is one?
 
     python tests/compare_runs.py --out runs/compare-runs [--runs 21]
 
@@ -20,20 +20,16 @@ import torch
 from drafters.common.files import replace_json
 from drafters.common.machine import machine
 
+DRAFTERS = [
+    {"drafter": "autoregressive"},
+    {"drafter": "prompt_lookup", "gamma": 4},
+    {"drafter": "eagle", "checkpoint": "checkpoints/stdlib-eagle", "tree": "chain", "depth": 3},
+]
 CONFIG: dict[str, Any] = {
-    "target": {"path": "checkpoints/stdlib-target"},
-    "prompts": {"file": "runs/stdlib/heldout.jsonl", "count": 24, "seed": 3},
-    "max_new_tokens": 64,
-    "temperatures": [0.0],
-    "rounds": 3,
-    "warmup": 2,
+    "target": {"path": "checkpoints/stdlib-target"}, "drafters": DRAFTERS, "max_new_tokens": 64, "rounds": 3,
+    "prompts": {"file": "runs/stdlib/heldout.jsonl", "count": 24, "seed": 3}, "temperatures": [0.0], "warmup": 2,
     "stock_generate": False,
-    "drafters": [
-        {"drafter": "autoregressive"},
-        {"drafter": "prompt_lookup", "gamma": 4},
-        {"drafter": "eagle", "checkpoint": "checkpoints/stdlib-eagle", "tree": "chain", "depth": 3},
-    ],
-}
+}  # fmt: skip
 SLOWER = """
 import time
 from drafters.methods.prompt_lookup import PromptLookupDrafter as One

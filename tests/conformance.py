@@ -1,4 +1,4 @@
-"""The conformance suite: what every drafter must hold, whatever it proposes. One line puts a drafter under it:
+"""The conformance suite: what holds for every drafter, with any draft. One line puts a drafter under it:
 
     TestMyDrafter = conformance.suite(lambda target: MyDrafter.from_options(target, depth=5))
 
@@ -44,7 +44,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _greedy(target: TargetModel, ids: tuple[int, ...]) -> list[int]:
-    """What is known of a prompt's continuation: whoever asks for more than is there adds it."""
+    """The known part of a prompt's continuation; ``plain_greedy`` extends it."""
     return []
 
 

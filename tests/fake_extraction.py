@@ -1,7 +1,6 @@
-"""In vLLM's place for data_prep.extraction: transformers' states in the blocks of a cache; requests end as they like.
+"""Replaces vLLM for data_prep.extraction: transformers' states in the blocks of a cache; requests end in any order.
 
-It takes three requests a step, wherever in the queue they are. FAKE_DIES: before that request it is gone, FAKE_REFUSES:
-it does not load.
+It takes three random requests a step. FAKE_DIES: it exits before that request. FAKE_REFUSES: it does not load.
 """
 
 import os

@@ -99,7 +99,6 @@ class _Handler(BaseHTTPRequestHandler):
             "POST /api/validate-yaml": self._validate_card,
             rf"GET /api/models/{name}(/revision/(?P<revision>[^/]+))?": self._info,
             rf"GET /api/models/{name}/tree/(?P<revision>[^/]+)(?P<folder>/.+)?": self._tree,
-            rf"POST /api/models/{name}/paths-info/(?P<revision>[^/]+)": self._paths_info,
             rf"POST /api/models/{name}/preupload/(?P<revision>[^/]+)": self._preupload,
             rf"POST /{name}\.git/info/lfs/objects/batch": self._lfs_batch,
             r"PUT /lfs/(?P<oid>[0-9a-f]{64})": self._lfs_put,
@@ -226,14 +225,6 @@ class _Handler(BaseHTTPRequestHandler):
         folders = [_folder(path) for path in _folders(at[1]) if path.startswith(within) and f"{path}/" != within]
         recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
         self._json([one for one in folders + files if recursive or "/" not in one["path"][len(within) :]])
-
-    def _paths_info(self, repo: str, revision: str) -> None:
-        at = self._at(repo, revision)
-        if at is None:
-            return
-        asked = json.loads(self.body)["paths"] if self.body.startswith(b"{") else parse_qs(self.body.decode())["paths"]
-        found = [_entry(path, at[1][path]) for path in asked if path in at[1]]
-        self._json(found + [_folder(path) for path in asked if path in _folders(at[1])])
 
     def _preupload(self, repo: str, revision: str) -> None:
         at = self._at(repo, revision) if self._may_write() else None

@@ -4,7 +4,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from drafters.cli.program import Failure
+
+
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than most reports of tests."""
+    monkeypatch.setattr("eval.report.speed.speedups", lambda report: None)
+    monkeypatch.setattr("eval.report.speed.save", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr("eval.report.html._figures", lambda report: [])
 
 
 def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
@@ -14,3 +23,8 @@ def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
     except (ValueError, OSError, Failure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def refused(message: str) -> Any:
+    """A context in which a ValueError must be raised with this message, a regular expression."""
+    return pytest.raises(ValueError, match=message)

@@ -29,7 +29,7 @@ EXIT_LAYER = 2
 def perturbed(target: TargetModel, noise: float, seed: int = 0) -> TargetModel:
     """A draft model: the target with ``noise`` (relative to each weight's own spread) added to its matrices.
 
-    Made once and shared, since a copy takes as long as some forwards and most tests ask for several: do not change it.
+    Made once and shared by all tests: do not change it.
     """
     model = copy.deepcopy(target.model)
     generator = torch.Generator().manual_seed(seed)
@@ -44,10 +44,9 @@ _read: WeakKeyDictionary[TargetModel, Texts] = WeakKeyDictionary()
 
 
 def features_after(target: TargetModel, texts: Sequence[Sequence[int]]) -> Texts:
-    """``[H]`` features of ``target`` after each text, by text; those asked for now are in it.
+    """``[H]`` features of ``target`` after each text, by text.
 
-    The same texts are asked for over and over, as drafts, when committed, by other rows and by other drafters, whose
-    oracles took most of their tests' time: the target reads each one once.
+    The target reads each text once: oracles ask for the same texts many times.
     """
     known = _read.setdefault(target, {})
     new = [text for text in dict.fromkeys(map(tuple, texts)) if text not in known]

@@ -126,7 +126,7 @@ def test_committed_tokens_follow_the_target(name: str) -> None:
 def test_walking_by_row_equals_walking_by_level(name: str) -> None:
     """Catches the two ways of verifying drifting apart: small batches on a CPU would follow another rule than a GPU.
 
-    The same numbers must lead to the same row, and leave the same of p: its likeliest token stands in for a draw.
+    The same numbers must lead to the same row and the same rest of p, whose likeliest token replaces a draw.
     """
     shape = SHAPES[name]
     draft, logits = build_draft(shape, Toy(shape.sampling), torch.Generator().manual_seed(3))

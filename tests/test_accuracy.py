@@ -1,15 +1,12 @@
 """Answers are judged as their benchmarks judge them, and the programs among them only where the user said so."""
 
-import random
-from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from eval.figures import accuracy as module
 from eval.figures.accuracy import accuracy, last_number, program, same_number
-from eval.measure.programs import NAMESPACES, confinement, namespaces, passes
+from eval.measure.programs import namespaces, passes
 from eval.prompts.files import Record
 from eval.prompts.prompts import Prompt
 
@@ -43,20 +40,6 @@ def test_the_last_number_decides(answer: str, right: bool) -> None:
     assert last_number("no digits") is None and last_number("$1,234.50.") == last_number("1234.5")
 
 
-def test_numbers_however_they_are_written() -> None:
-    """Catches two texts without a number called the same, a sign, a separator or decimals that decide, and a number
-    before the last one."""
-    rng = random.Random(0)
-    values = [None, *map(Decimal, ("0", "7", "-7", "18", "1018", "-1018", "1234567", "0.5", "18.25", "-0.75"))]
-    forms: list[Callable[[Decimal], str]] = [
-        str, "{:,}".format, "{:.2f}".format, "${:,.2f}".format, "**{:f}**".format, "{} dollars.".format, "= {},".format,
-    ]  # fmt: skip
-    for _ in range(500):
-        chosen = rng.choice(values), rng.choice(values)
-        texts = ["I do not know." if value is None else f"5, or {rng.choice(forms)(value)}" for value in chosen]
-        assert same_number(*texts) is (chosen[0] is not None and chosen[0] == chosen[1]), texts
-
-
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
@@ -72,13 +55,6 @@ def test_numbers_however_they_are_written() -> None:
 def test_a_program_passes_by_its_tests_alone(answer: str, right: bool) -> None:
     """Catches an import of the prompt's left out, a fence run as code, and an early exit with status 0 that counts."""
     assert passes(program("humaneval", FIELDS, answer), seconds=2) is right
-
-
-def test_mbpp_runs_its_setup_and_every_test() -> None:
-    """Catches a solution judged by the first of its tests, or without what the tests stand on."""
-    fields = {"test_setup_code": "one = 1", "test_list": ["assert add(one) == 2", "assert add(2) == 3"]}
-    assert passes(program("mbpp", fields, "```python\ndef add(n):\n    return n + 1\n```"))
-    assert not passes(program("mbpp", fields, "def add(n):\n    return 2"))
 
 
 @pytest.mark.parametrize(
@@ -101,14 +77,6 @@ def test_what_a_solution_has_no_use_for_ends_it(harm: str) -> None:
     """Catches a program that reaches the network, deletes, starts others, or takes the machine's memory or time."""
     assert not passes(harm, seconds=1)
     assert passes("import math, re, collections, itertools\nprint('seen by nobody')", seconds=1)
-
-
-def test_what_holds_programs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a report that claims a namespace where there is none."""
-    monkeypatch.setattr("eval.measure.programs.namespaces", lambda: ())
-    assert "sockets refused in Python alone" in confinement()
-    monkeypatch.setattr("eval.measure.programs.namespaces", lambda: NAMESPACES)
-    assert "without a network" in confinement()
 
 
 def test_no_program_runs_unless_it_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Several prompts at once: every row must go as it would alone, whatever its neighbours do."""
+"""Several prompts at once: each row must give the tokens that it gives in a batch of one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -27,9 +27,9 @@ TestNear = conformance.suite(
 
 
 def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, seed: int = 0) -> list[int]:
-    """Committed tokens for the draft 0, 1, 2, ... of which token i has probability p_i after those before.
+    """Committed tokens for the draft 0, 1, 2, ...; the target gives token i probability p_i after those before.
 
-    The rest of the target's mass after i draft tokens lies on token 30 + i.
+    It gives token 30 + i the rest of its mass after i draft tokens.
     """
     n = len(p)
     after = torch.zeros(1, n + 1, 60)
@@ -50,7 +50,7 @@ def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, s
         ([0.9, 0.2, 0.1, 0.9], 1.0, Sampling(), [0, 31]),
         ([0.9, 0.2, 0.1, 0.9], 3.0, Sampling(), [0, 1, 2, 3, 34]),
         ([0.05, 0.9], 2.0, Sampling(), [30]),
-        ([0.5], float(-torch.tensor(0.5).log()), Sampling(), [0, 31]),  # what lies on the threshold stays
+        ([0.5], float(-torch.tensor(0.5).log()), Sampling(), [0, 31]),  # on the threshold
         ([0.3, 0.3], 2.0, Sampling(1.0, top_k=1), [0, 1, 32]),  # the likelihood is the target's own, not warped
         ([0.3, 0.3], 2.0, Sampling(0.01), [0, 1, 32]),
     ],

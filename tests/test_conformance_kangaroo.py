@@ -22,7 +22,5 @@ TestTree = conformance.suite(
     lambda t: kangaroo(t, True, eta=0.0, paths=TREE), build=quiet_depths(0.1), families=("llama", "mistral-sliding")
 )
 TestTreeEarlyExit = conformance.suite(
-    lambda t: kangaroo(t, True, eta=0.3, confidence="entropy", paths=TREE),
-    build=quiet_depths(0.1),
-    families=("llama",),
+    lambda t: kangaroo(t, True, eta=0.3, confidence="entropy", paths=TREE), build=quiet_depths(0.1), families=("llama",)
 )

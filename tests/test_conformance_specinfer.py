@@ -9,7 +9,7 @@ from drafters.methods.specinfer import SpecInferDrafter
 
 
 def mixed(target: TargetModel) -> SpecInferDrafter:
-    """Draft models of which one is of other weights, shape and depth."""
+    """Three draft models; one has other weights, another shape and another depth."""
     stranger = TargetModel(build("qwen3", seed=7, num_hidden_layers=2))
     return SpecInferDrafter.from_options(
         target, draft_models=[stranger, perturbed(target, 0.1), perturbed(target, 0.05, seed=3)], gamma=3

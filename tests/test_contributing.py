@@ -11,7 +11,7 @@ import pytest
 import tiny_run
 
 from drafters.config import load_config
-from eval.speed import SpeedConfig
+from eval.configs import SpeedConfig
 from train.core.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -78,7 +78,7 @@ def test_a_head_with_a_bias_drafts_as_published(
     for engine in ("eager", "fused", "graphs"):
         same = TargetModel.from_pretrained(target.name, "float32", "cpu", engine=engine)
         drafter = load_drafter(str(tmp_path / "ours"), same, tree="chain")
-        assert isinstance(drafter, EagleDrafter) and drafter.fc_bias
+        assert isinstance(drafter, EagleDrafter) and drafter.settings.fc_bias
         drafter._cache = same.new_cache(1, 32, layers=1)
         assert_equal(same.lm_head(drafter._extend(features, following))[0], logits)
     plain = generate(target, make_drafter("autoregressive", target), [PROMPT], max_new_tokens=8).tokens
@@ -144,9 +144,7 @@ def test_an_embedding_of_its_own(target: TargetModel, tmp_path: Path) -> None:
         convert(source, target.name, tmp_path / str(dtype))
     other = eagle_weights(target, None)
     other["embed_tokens.weight"][20, 3] += 0.25
-    with pytest.raises(
-        ValueError, match=r"they are up to 0\.25 apart \(token 20\), of which rounding explains .*--target"
-    ):
+    with pytest.raises(ValueError, match=r"they are up to 0\.25 apart \(token 20\), and rounding explains .*--target"):
         convert(release(tmp_path / "released", config, other), target.name, tmp_path / "out")
     other["embed_tokens.weight"][20, 3] = torch.nan
     with pytest.raises(ValueError, match=r"\(token 20\)"):
@@ -218,13 +216,7 @@ def test_files_that_are_no_tensors(target: TargetModel, tmp_path: Path) -> None:
     whole = file.read_bytes()
     torch.save({"fc.weight": Trap(marker)}, tmp_path / "trap")
     torch.save([torch.zeros(2)], tmp_path / "list")
-    contents = [
-        (tmp_path / "trap").read_bytes(),
-        pickle.dumps(Trap(marker), protocol=2),
-        whole[: len(whole) // 2],
-        b"<html>",
-        b"",
-    ]
+    contents = [(tmp_path / "trap").read_bytes(), pickle.dumps(Trap(marker), protocol=2), whole[: len(whole) // 2]]
     for content in contents:
         file.write_bytes(content)
         with pytest.raises(
@@ -235,12 +227,3 @@ def test_files_that_are_no_tensors(target: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold tensors by name"):
         convert(source, target.name, tmp_path / "out")
     assert not marker.exists()
-    file.rename(folder / "pytorch_model-00001-of-00002.bin")
-    (folder / "pytorch_model.bin.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has its weights in parts \(pytorch_model.bin.index.json\)"):
-        convert(source, target.name, tmp_path / "out")
-    (folder / "pytorch_model.bin.index.json").unlink()
-    with pytest.raises(ValueError, match=r"holds no model.safetensors and no pytorch_model.bin; found: config.json"):
-        convert(source, target.name, tmp_path / "out")
-    with pytest.raises(ValueError, match="no drafter 'user/none'"):
-        convert("user/none", target.name, tmp_path / "out")

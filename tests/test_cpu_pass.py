@@ -1,22 +1,23 @@
 """A pass of an EAGLE head in one call against the same pass by torch's operations and our other kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of
-from drafters.policy.kept_costs import Costs, Curve
 from test_cpu_kernels import needs_tiles
 from test_cpu_layer import model_of
 from torch import Tensor
 
 from drafters import TargetModel, generate
 from drafters.config import UNSHIFTED
-from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
+from drafters.drafting.passes import Level, Nodes, OneCallPasses
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.model.draft_head import DRAFT_IDS
-from drafters.model.rows import CHAIN, Rows
-from drafters.policy import costs as cost
+from drafters.model.draft_head import DRAFT_IDS, DraftHead
+from drafters.model.rows import Rows
+from drafters.policy.costs import Curve
+from drafters.policy.shape import Costs, ShapePolicy
 
 pytestmark = needs_tiles
 RANKS = 5
@@ -31,6 +32,29 @@ def drafter_of(name: str, bias: bool = False, **options: Any) -> EagleDrafter:
         weights.data.normal_(std=0.15) if weights.dim() == 2 else weights.data.uniform_(0.5, 1.5)
     head.register_buffer(DRAFT_IDS, torch.randperm(97)[:60].int())
     return EagleDrafter(target, head, EagleOptions(**options))
+
+
+class TorchPasses:
+    """The same passes by torch's operations."""
+
+    def __init__(self, predicted: Tensor, extend: Callable[[Tensor, Tensor, Rows], Tensor], head: DraftHead) -> None:
+        self._predicted, self._extend, self._head = predicted, extend, head
+
+    def first(self, ranks: int) -> Level:
+        found = self._head(self._predicted)[0].float().softmax(-1).topk(min(ranks, self._head.width), dim=-1)
+        return Level(found.indices.tolist(), self._head.tokens(found.indices).tolist(), found.values.tolist())
+
+    def further(self, nodes: Nodes, ranks: int) -> Level:
+        device, rows, before = self._predicted.device, Rows(offset=nodes.before), nodes.before
+        if not nodes.is_chain:
+            see = torch.zeros(1, len(nodes.tokens), len(nodes.seen), dtype=torch.bool)
+            for row, others in enumerate(nodes.seen[before:]):
+                see[0, row, others] = True
+            depths = torch.tensor([[len(others) - 1 for others in nodes.seen]], device=device)
+            rows = Rows(see.to(device), depths, before)
+        parents, places = (torch.tensor(part, device=device) for part in (nodes.parents, nodes.places))
+        self._predicted = self._extend(self._predicted[:, parents], places[None], rows)
+        return self.first(ranks)
 
 
 # What a draft goes on from, level by level: nodes of the level before, and which of those gone on from each sees.
@@ -63,16 +87,17 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
     features = torch.randn(1, behind + rows, target.hidden_size, generator=generator).bfloat16()
     tokens = torch.randint(0, 97, (1, behind + rows), generator=generator)
     caches = [target.new_cache(1, 100, layers=1) for _ in range(2)]
-    for cache in caches:
-        drafter._extend(features[:, :behind], tokens[:, :behind], CHAIN, cache)
+    for cache in reversed(caches):
+        drafter._cache = cache
+        drafter._extend(features[:, :behind], tokens[:, :behind])
         cache.commit_first([behind])
     head.read([tokens[0].tolist()])
-    predicted = drafter._extend(features[:, behind:], tokens[:, behind:], CHAIN, caches[0])[:, -1:]
+    predicted = drafter._extend(features[:, behind:], tokens[:, behind:])[:, -1:]
     caches[0].commit_first([rows])
     logits: list[Tensor] = []
 
     def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        logits.append(drafter._extend(features, head.tokens(places), rows, caches[0]))
+        logits.append(drafter._extend(features, head.tokens(places), rows))
         return logits[-1]
 
     theirs = TorchPasses(predicted, extend, head)
@@ -106,8 +131,8 @@ def same(one: Level, other: Level) -> None:
 @pytest.mark.parametrize("tree", ["auto", "chain", "static"])
 def test_decoding_is_the_same(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches drafts that are others over a whole text: features of the wrong step, tokens of the text not read."""
-    line = Curve((1, 2), (1.0, 1.01))
-    monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.01, Curve((1, 2), (0.01, 0.011))))
+    costs = Costs(Curve((1, 2), (1.0, 1.01)), first=0.01, level=0.01, row=0.001)
+    monkeypatch.setattr(ShapePolicy, "_measured", lambda *given: costs)
     found = []
     for one_call in (True, False):
         depth = {"depth": 3} if tree == "chain" else {}

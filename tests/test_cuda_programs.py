@@ -41,7 +41,7 @@ def test_the_dump(tmp_path: Path, target_folder: Path) -> None:
         for one, other in zip(plain, there, strict=True):
             torch.testing.assert_close(other.features, one.features, atol=1e-4, rtol=1e-3)
             torch.testing.assert_close(other.taps[2], one.taps[2], atol=1e-4, rtol=1e-3)
-    in_dump = [event for event in gpu.log if event.where.startswith("data_prep/store/dump.py")]
+    in_dump = [event for event in gpu.log if event.where.startswith("data_prep/extraction/dump.py")]
     kinds = Counter(event.kind for event in in_dump)
     assert kinds["read"] == kinds["upload"] == 0, gpu.places("read", "upload")
     assert kinds["late read"] >= 2 * 9 and kinds["late upload"] >= 2 and kinds["wait"] >= 2  # features and a tap

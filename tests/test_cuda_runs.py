@@ -109,7 +109,7 @@ def test_batches() -> None:
 
 
 def test_the_page_is_of_its_json() -> None:
-    """Catches a table in the documentation that nobody measured, and a method that is missing from it."""
+    """Catches a table in the documentation without a measurement, and a method that is missing from it."""
     docs = Path(__file__).resolve().parents[1] / "docs"
     rows = json.loads((docs / "results" / "host-reads.json").read_text(encoding="utf-8"))["rows"]
     assert (docs / "host-reads.md").read_text(encoding="utf-8") == page(rows)

@@ -164,41 +164,6 @@ def test_static_marks_exhausted_support() -> None:
     assert draft.valid[0].tolist() == [True, True, False, False, True, True, False]
 
 
-def reference_dynamic(logits_of: Logits, depth: int, top_k: int, nodes: int) -> dict[tuple[int, ...], float]:
-    """EAGLE-2 (Li et al. 2024b), section 4, written with dictionaries: expansion by confidence, then reranking."""
-    scores: dict[tuple[int, ...], float] = {}
-    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    for _ in range(depth):
-        level: list[tuple[tuple[int, ...], float]] = []
-        for path, score in frontier:
-            best = logits_of(path).float().log_softmax(-1).topk(top_k)
-            level += [
-                ((*path, int(token)), score + float(step))
-                for step, token in zip(best.values, best.indices, strict=True)
-            ]
-        scores |= dict(level)
-        frontier = sorted(level, key=lambda item: -item[1])[:top_k]
-    return dict(sorted(scores.items(), key=lambda item: -item[1])[:nodes])
-
-
-@pytest.mark.parametrize(
-    ("depth", "top_k", "nodes"), [(5, 10, 59), (1, 4, 10), (2, 3, 7), (4, 2, 3), (3, 5, 1000), (6, 1, 6)]
-)
-def test_dynamic_equals_reference(depth: int, top_k: int, nodes: int) -> None:
-    """Catches a parent read off the wrong level, scores that are not cumulative, and a rerank that loses the best."""
-    for seed in range(3):
-
-        def logits_of(path: tuple[int, ...], seed: int = seed) -> torch.Tensor:
-            return random_logits((seed, *path))
-
-        head = FakeHead(logits_of)
-        draft = grow_dynamic(head.root, head.extend, head.lm_head, depth, top_k, nodes)
-        found = {path_of(draft, node) for node in range(draft.size)}
-        assert len(found) == draft.size
-        assert found == set(reference_dynamic(logits_of, depth, top_k, nodes))
-        assert head.forwards == [top_k] * (depth - 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["constant", "certain", "coarse"])
 def test_dynamic_is_closed_under_ties(kind: str, dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int], made:
 
 
 def _features(drafter: EagleDrafter, known: list[int], path: list[int], made: Made) -> torch.Tensor:
-    """``[1, T, H]``, of which the last was predicted at the end of ``path``."""
+    """``[1, T, H]`` features; the last was predicted at the end of ``path``."""
     if tuple(path) in made:
         return made[tuple(path)]
     target, tokens = drafter.target, known + path
@@ -167,7 +167,7 @@ def test_features_taken_in_are_true() -> None:
 
     def checked(state, draft, output, verdict) -> None:  # noqa: ANN001
         observe(state, draft, output, verdict)
-        features, _ = drafter._gathered()
+        features, _ = drafter._pending.all()
         count = features.shape[1]
         accepted.append(count)
         known = state.tokens[0]

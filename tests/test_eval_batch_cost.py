@@ -10,14 +10,13 @@ import pytest
 import torch
 import yaml
 from programs import status
-from rich.console import Console
 from transformers import PreTrainedModel
 
 import eval.batch_cost
 from drafters import TargetModel
 from drafters.common.energy import EnergyMeter
-from eval.batch_cost import BatchCostConfig
-from eval.batch_cost_run import Block, measure, row_of
+from eval.configs import BatchCostConfig
+from eval.rooflines.batch_cost import Block, measure, row_of
 
 
 def config_for(path: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def test_every_forward_is_the_same_token_after_the_same_context(
     monkeypatch.setattr(target, "run", noted)
     monkeypatch.setattr(torch, "randint", remembered)
     config = BatchCostConfig(**config_for(tmp_path, tmp_path / "out"))
-    blocks = measure(target, config, EnergyMeter(target.device), Console(quiet=True))
+    blocks = measure(target, config, EnergyMeter(target.device))
     assert Counter(block.batch for block in blocks) == {1: 3, 3: 3}
     assert [block.batch for block in blocks] != [1, 1, 1, 3, 3, 3]
     assert Counter(len(tokens) for tokens, _, _ in seen) == {1: 1 + 3 * 2, 3: 1 + 3 * 2}
@@ -95,26 +94,3 @@ def test_medians_are_of_blocks_and_a_missing_reading_is_not_zero() -> None:
     assert (row["seconds_per_run"], row["seconds_per_input"]) == (0.4, 0.1)
     assert (row["joules_per_run"], row["joules_per_input"]) == (6.0, 1.5)
     assert (row["host_joules_per_run"], row["host_joules_per_input"]) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context": 256}, "was made for 256 positions: give at most 255"),
-        ({"batches": [2, 2]}, "must be different"),
-        ({"batches": [0]}, "batches.0: Input should be greater than or equal to 1"),
-        ({"blocks": 4}, "even number"),
-        ({"target": {"path": "./nowhere"}}, "do not exist: target.path './nowhere'"),
-    ],
-)
-def test_bad_input_is_one_message(
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    message: str,
-) -> None:
-    """Catches a traceback, or a context past what the model was made for."""
-    assert run(config_for(tiny_checkpoint("llama"), tmp_path / "out", **changes), tmp_path) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_metrics import PROMPTS, placed, rows_of, trace_of
 from test_eval_prompts import sharegpt, write, write_target
 from test_eval_resume import decoded, journalled, killed_after, report
@@ -23,8 +23,9 @@ from drafters.base import Expected
 from drafters.loop.trace import Step, Trace
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
-from eval.prompts.prompts import PromptsConfig, PromptSet, in_whole_batches
-from eval.report.rows import _about_row
+from eval.prompts.config import PromptsConfig
+from eval.prompts.prompts import PromptSet, in_whole_batches
+from eval.report.remarks import _about_row
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def config(
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
 
 
 def run(config: dict[str, Any], *overrides: str) -> int:
@@ -108,7 +109,7 @@ def test_one_report_compares_batch_sizes(config: dict[str, Any], tmp_path: Path)
     assert "engine eager, batch 1 and 2" in page or ", batch 1 and 2 " in page
     assert "lookahead, T = 0, batch 2: not measured, it decodes at most 1 row(s) at once" in page
     assert "| drafter | T | batch | tau |" in page and "| drafter | T | batch 1 | batch 2 |" in page
-    assert "best throughput, draft model, T = 0: " in page and "paired bootstrap over batches" in page
+    assert "highest throughput, draft model, T = 0: " in page and "paired bootstrap over batches" in page
     assert (tmp_path / "out" / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -132,28 +133,13 @@ def test_a_killed_run_goes_on_within_a_batch_size(
     assert tables[0] == tables[1]
 
 
-def test_a_single_size_is_a_number(config: dict[str, Any], no_picture: None, tmp_path: Path) -> None:
-    """Catches a report of batches that says batch 1, and one that compares where there is nothing to compare."""
-    assert run(config, "batch=2", "stock=[]") == 0
-    found = report(config)
-    assert found["environment"]["batch"] == 2 and {row["batch"] for row in found["rows"]} == {2}
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert ", batch 2\n" in page and "best throughput" not in page and "all rows of a batch together" in page
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["batch=3"], "prompts.count is 4, and batches of 3 are all full with a multiple of 3 prompts: give 3 or 6"),
-        (["batch=[2, 8]"], "batches of 2 and 8 are all full with a multiple of 8 prompts: give 8$"),
-        (["batch=0"], "batch.0: "),
-        (["batch=[]"], "batch: "),
+        (["batch=3"], "prompts.count is 4, but batches of 3 need a multiple of 3: give 3 or 6"),
         (["batch=[2, 2]"], "batch: .*different"),
-        (["batch=8", "prompts.count=null", "stock=[]"], "there are 5 prompts to measure.*batches of 8 it takes 8"),
-        (
-            ["batch=2", 'drafters=[{"drafter": "lookahead"}]'],
-            "batch is 2, and of the methods .'lookahead', 'copies'. none decodes more than 1 row",
-        ),
+        (["batch=8", "prompts.count=null", "stock=[]"], "there are 5 prompts to measure.*batches of 8 need 8"),
+        (["batch=2", 'drafters=[{"drafter": "lookahead"}]'], "methods .'lookahead', 'copies'. decode at most 1 row"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -163,22 +149,6 @@ def test_what_cannot_be_measured_is_refused(
     assert run(config, *overrides) == 1
     printed = capsys.readouterr()
     assert re.search(message, " ".join((printed.err + printed.out).split()))
-
-
-def test_other_programs_take_one_batch_size(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches rows of several batch sizes mixed up by a program that compares something else."""
-    path = tmp_path / "other.yaml"
-    entry = {"label": "V", "engine": "vllm", "method": "plain"}
-    for program, more, message in (
-        (eval.sweep, {"vary": {"max_new_tokens": [3, 4]}}, "eval.sweep takes one batch size"),
-        (eval.tune, {"knobs": {"gamma": [2, 3]}, "drafters": [{"drafter": "prompt_lookup"}]}, "eval.tune takes one"),
-        (eval.engines, {"engines": [entry]}, "engines are measured with one prompt at a time"),
-    ):
-        path.write_text(yaml.safe_dump(config | more))
-        assert status(program.main, "--config", path) == 1
-        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def batch_of(rows: list[list[int]], steps: list[Step], seconds: float = 1.0) -> Outcome:
@@ -232,26 +202,16 @@ def test_auto_stands_beside_the_best_of_its_methods_fixed_settings() -> None:
     for place in range(2):
         for name, each in seconds.items():
             made = Outcome([3, 4, 5, 6, 7], 0.1, each * (1 + place), trace_of(4))
-            runs.append(placed(replace(made, promised=promised if name == "auto" else None), place, 5.0, name))
+            runs.append(placed(replace(made, expected=promised if name == "auto" else None), place, 5.0, name))
     _, rows = rows_of(runs, described, PROMPTS[:2])
     over = {row["drafter"]: row["over_best_fixed"] for row in rows if "over_best_fixed" in row}
     assert over == {"auto": {"drafter": "best", "speedup": pytest.approx(1.6), "speedup_ci": pytest.approx((1.6, 1.6))}}
-    said = [line for line in _about_row(rows[1], "float32") if "chose its drafts" in line]
-    assert said[0].endswith("4.00x; 1.60 (1.60 to 1.60) times the best of its method's fixed settings, best")
+    said = [line for line in _about_row(rows[1], "float32") if "auto chose" in line]
+    assert said[0].endswith("4.00x; 1.60 (1.60 to 1.60) times the fastest fixed setting of its method, best")
     few = ("plain", "auto", "lookup")
     alone = [run for run in runs if run.method in few]
     _, rows = rows_of(alone, {name: described[name] for name in few}, PROMPTS[:2])
     assert not [row for row in rows if "over_best_fixed" in row]
-
-
-def test_a_batch_that_changes_an_answer_is_told() -> None:
-    """Catches rows that see each other, which every method of a batch does alike: exact beside plain decoding there."""
-    described = {"plain": {"lossless": True, "stock": False, "entry": "plain", "grid": None}}
-    alone = [placed(Outcome([3, token], 0.1, 1.0, trace_of(1)), n, 2.0, "plain") for n, token in enumerate((4, 5))]
-    steps = [Step(0, 0, 0, 0, 1), Step(1, 0, 0, 0, 1)]
-    together = placed(batch_of([[3, 4], [3, 9]], steps), 0, 2.0, "plain")
-    _, rows = rows_of([*alone, together], described, PROMPTS[:2])
-    assert [(row["batch"], row["exact_match"]) for row in rows] == [(1, 1.0), (2, 0.5)]
 
 
 def test_batches_go_through_the_same_prompts() -> None:

@@ -19,7 +19,7 @@ FAKE = {"python": sys.executable, "module": "tests.fake_engine"}
 ENDS = {
     91: "SIGSEGV ended the engine's process; .*log is empty",
     92: "SIGKILL ended the engine's process",
-    93: "no answer of the engine's within 4 seconds, and its process was ended",
+    93: "no answer from the engine in 4 seconds, so its process was ended",
     94: "the engine answered '.*what is this.*', no JSON object",
     95: "the engine answered '.*no.*answer.*', no JSON object",
     96: "the engine's answer: prefill_seconds: .*finite number",
@@ -70,7 +70,7 @@ def test_an_engine_that_dies_has_no_figures(gamma: int, finished: tuple[Path, di
     assert f"dies-{gamma}.log" in failure["reason"]
     page = (folder / "out" / "report.md").read_text()
     assert re.search(rf"\| dies {gamma} \(Mortal 1, Q4\) \| 0 \| failed \|( - \|)+\n", page)
-    assert f"dies {gamma} (Mortal 1, Q4), T = 0: no figures, for it failed on prompt" in page
+    assert f"dies {gamma} (Mortal 1, Q4), T = 0: no figures, it failed on prompt" in page
 
 
 def test_the_others_go_on(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -78,14 +78,6 @@ def test_the_others_go_on(finished: tuple[Path, dict[str, Any]]) -> None:
     _, report = finished
     assert [row["drafter"] for row in report["rows"]] == ["autoregressive", "lives", "laid out anew"]
     assert [row["new_tokens"] for row in report["rows"][1:]] == [8, 8]
-
-
-def test_a_first_token_that_crashes_is_found_at_the_start(finished: tuple[Path, dict[str, Any]]) -> None:
-    """Catches an engine whose crash shows only in its turn, when the others have measured for an hour."""
-    _, report = finished
-    left_out = report["environment"]["engines_left_out"]
-    assert list(left_out) == ["dies 97", "must be laid out anew"]
-    assert all("SIGSEGV ended the engine's process" in why for why in left_out.values())
 
 
 def test_llama_cpp_goes_on_without_repacked_weights(finished: tuple[Path, dict[str, Any]]) -> None:

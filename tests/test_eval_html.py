@@ -3,17 +3,15 @@
 import json
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_metrics import placed
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
-from test_eval_speed import PAGES
 from tiny import build
 
 import eval.pages
@@ -23,10 +21,9 @@ from drafters.loop.trace import Step, Trace
 from eval.measure import journal
 from eval.measure.runner import Outcome, Run
 from eval.prompts.prompts import Prompt
-from eval.report import files
-from eval.report.build import build as build_report
-from eval.report.build import ending
 from eval.report.html import html
+from eval.report.rows import build as build_report
+from eval.report.rows import ending
 from eval.report.texts import make_texts, pieces, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
@@ -123,16 +120,6 @@ def test_what_a_model_wrote_is_neither_obeyed_nor_lost() -> None:
     assert sum(steps[::3]) == len(HOSTILE + SHOWN) - 1 and data["sources"] == ["lookup"]
 
 
-def test_what_is_not_seen_is_written_out() -> None:
-    """Catches control and direction characters that pass, and readable text that is spoilt."""
-    assert (
-        visible("a\tb\nc \u05d0\u0628\u00e9\u200d\U0001f600\u00a0")
-        == "a\tb\nc \u05d0\u0628\u00e9\u200d\U0001f600\u00a0"
-    )
-    assert visible("\x00\x1b\r\x7f") == "\u2400\u241b\u240d\u2421"
-    assert visible("a\u202eb\ud800\ufeff") == "a\u27e8U+202E\u27e9b\u27e8U+D800\u27e9\u27e8U+FEFF\u27e9"
-
-
 def test_the_pieces_are_the_text() -> None:
     """Catches halves of characters, and characters twice, where an output parts within one of several tokens."""
     tokenizer = load_tokenizer("checkpoints/stdlib-target").tokenizer
@@ -159,46 +146,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     (folder / "speed.yaml").write_text(yaml.safe_dump(config))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+        without_pictures(patch)
         assert status(eval.speed.main, "--config", folder / "speed.yaml") == 0
     return folder / "out"
 
 
 def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a report that needs its model, or anything but its journal, to be made again; and old journals."""
-    monkeypatch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
     shutil.copy(finished / "measurements.jsonl", tmp_path)
     assert status(eval.pages.main, tmp_path) == 0
     for name in ("report.json", "report.md", "report.html"):
         assert (tmp_path / name).read_text() == (finished / name).read_text()
     lines = (tmp_path / "measurements.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "measurements.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match="has no line 'end'.* earlier version, or cut off"):
+    with pytest.raises(ValueError, match="has no line 'end'.* earlier version wrote it, or it is cut off"):
         eval.pages.main([str(tmp_path)])
     (tmp_path / "measurements.jsonl").write_text("".join([*lines[:-1], '{"end": {"prompts": []}}\n']))
     with pytest.raises(ValueError, match="is of another version of eval.speed .KeyError"):
         eval.pages.main([str(tmp_path)])
-
-
-def test_a_kill_while_the_page_is_written(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches half a page, and another run's page beside the new figures."""
-    monkeypatch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
-    shutil.copy(finished / "measurements.jsonl", tmp_path)
-    (tmp_path / "report.html").write_text("of another run")
-
-    def killed(path: Path, target: Path) -> Path:
-        if target.name == "report.html":
-            raise KeyboardInterrupt
-        return replace(path, target)
-
-    replace = Path.replace
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            eval.pages.main([str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == (PAGES - {"report.html"}) | {"measurements.jsonl"}
-    assert status(eval.pages.main, tmp_path) == 0
-    assert (tmp_path / "report.html").read_text() == (finished / "report.html").read_text()
 
 
 def test_a_journal_that_was_ended_goes_on(finished: Path, tmp_path: Path) -> None:
@@ -210,16 +176,3 @@ def test_a_journal_that_was_ended_goes_on(finished: Path, tmp_path: Path) -> Non
     with opened:
         assert len(opened.runs) == len(lines) - 2
     assert not [line for line in opened.path.read_text().splitlines() if journal.END in json.loads(line)]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: the page's script is not run")
-def test_in_a_browser(tmp_path: Path) -> None:
-    """Catches a script that fails, one that a text starts, and outputs that are not shown in full."""
-    (tmp_path / "report.html").write_text(report_of(HOSTILE + SHOWN[:2000]), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    address = (tmp_path / "report.html").as_uri()
-    done = subprocess.run([str(CHROMIUM), *options, address], capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr
-    assert "<title>Speed of drafters" in done.stdout and "obeyed</title>" not in done.stdout
-    tokens = re.findall(r"<span[^>]*>([^<]*)</span>", done.stdout)
-    assert "x" * 1900 in "".join(tokens) and 'class="parted"' in done.stdout

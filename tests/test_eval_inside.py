@@ -9,10 +9,10 @@ from tiny import VOCAB_SIZE, build
 from drafters import TargetModel, make_drafter
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
-from eval.figures.coverage import add_coverage
-from eval.measure.inside import draft_vocabulary, trained_with
+from eval.measure.lineup import draft_vocabulary, trained_with
 from eval.measure.runner import Outcome
 from eval.prompts.prompts import Prompt
+from eval.report.judged import add_coverage
 
 
 def test_of_a_head_within_a_hybrid() -> None:

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import eval.measure.entries
-import eval.measure.lineup
-from drafters import Drafter, TargetModel
-from drafters.config import Config
-from drafters.methods.autoregressive import AutoregressiveDrafter
-from eval.measure.entries import DrafterEntry, check_entries
-from eval.measure.lineup import Lineup, Models
-from eval.speed import SpeedConfig
+from drafters import TargetModel
+from eval.configs import SpeedConfig
+from eval.entries import DrafterEntry
+from eval.measure.lineup import Lineup
+from eval.measure.models import Models
 
 
 def entries(*given: dict[str, Any]) -> list[DrafterEntry]:
@@ -40,21 +37,6 @@ def target(tiny_model: Callable[..., PreTrainedModel]) -> TargetModel:
     return TargetModel(tiny_model("llama"))
 
 
-class ManyOptions(Config):
-    draft_models: list[Any]
-
-
-class Many(AutoregressiveDrafter):
-    """Takes several draft models, as a tree merged from them does."""
-
-    name = "many"
-    options = ManyOptions
-
-    def __init__(self, target: TargetModel, options: ManyOptions) -> None:
-        super().__init__(target, options)
-        self.draft_models = options.draft_models
-
-
 def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
     target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -66,78 +48,6 @@ def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
     assert loads == [path]
     assert len({id(drafter) for drafters in rounds for drafter in drafters.values()}) == 9
     assert len({id(drafters["ouroboros"].pool) for drafters in rounds}) == 3  # type: ignore[attr-defined]
-
-
-def test_draft_models_are_found_wherever_they_stand(
-    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a cascade or a tree of several draft models that loads its own copy of each, in every round."""
-    one, two = str(tiny_checkpoint("llama", 1)), str(tiny_checkpoint("llama", 2))
-    plain = eval.measure.lineup.drafter_class
-    monkeypatch.setattr(eval.measure.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
-    make = eval.measure.lineup.make_drafter
-
-    def make_any(name: str, target: TargetModel, **options: Any) -> Drafter:
-        return Many.from_options(target, **options) if name == "many" else make(name, target, **options)
-
-    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_any)
-    cascade = {"drafter": "cascade", "draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
-    given = entries({"drafter": "many", "draft_models": [one, two]}, cascade)
-    lineup = Lineup(given, Models(target))
-    for _ in range(2):
-        built = lineup.fresh(0.0)
-        first, second = built["many"].draft_models  # type: ignore[attr-defined]
-        assert built["cascade"].draft_model is first  # type: ignore[attr-defined]
-        assert built["cascade"].inner.draft_model is second  # type: ignore[attr-defined]
-    assert loads == [one, two]
-    assert given[1].options == {"draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
-
-
-def test_an_option_that_the_drafter_does_not_have_loads_nothing(
-    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """Catches minutes of loading before "unknown key"."""
-    given = entries({"drafter": "autoregressive", "draft_model": str(tiny_checkpoint("llama", 1))})
-    with pytest.raises(ValueError, match="autoregressive: .*unknown key 'draft_model'"):
-        Lineup(given, Models(target))
-    assert not loads
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"drafter": "mjsd", "draft_model": "./none"}, r"folders do not exist: mjsd: draft_model './none'"),
-        ({"drafter": "many", "draft_models": [".", "./none"]}, "many: draft_models './none'"),
-        ({"drafter": "cascade", "inner": {"drafter": "eagle", "checkpoint": "./no"}}, "inner.checkpoint './no'"),
-        ({"drafter": "ouroboros", "pool": "./none.json"}, r"files do not exist: ouroboros: pool './none.json'"),
-        ({"drafter": "cascade", "inner": {"drafter": "speculativ"}}, "did you mean 'speculative'"),
-        ({"drafter": "ourobors"}, "no drafter 'ourobors'; did you mean 'ouroboros'"),
-        ({"drafter": "zzz"}, "no drafter 'zzz'; known: [a-z_, ]*$"),
-    ],
-)
-def test_what_is_missing_is_named_before_anything_is_loaded(
-    entry: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a mistyped path in a nested option, found only when a large target stands in memory already."""
-    plain = eval.measure.entries.check_method
-    monkeypatch.setattr(eval.measure.entries, "check_method", lambda name: None if name == "many" else plain(name))
-    with pytest.raises(ValueError, match=message):
-        check_entries(entries(entry), {"target.path": "owner/target"})
-
-
-def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a method that one of its options makes lossy, reported by its class as lossless."""
-
-    class Sometimes(AutoregressiveDrafter):
-        def __init__(self, target: TargetModel, options: Config) -> None:
-            super().__init__(target, options)
-            self.lossless = False  # type: ignore[misc]
-
-    monkeypatch.setattr(
-        eval.measure.lineup, "make_drafter", lambda name, target, **options: Sometimes.from_options(target)
-    )
-    described = Lineup(entries({"drafter": "autoregressive"}), Models(target)).described
-    assert described["autoregressive"]["lossless"] is False
 
 
 def test_a_grid_becomes_an_entry_for_each_combination() -> None:
@@ -161,25 +71,16 @@ def test_a_grid_becomes_an_entry_for_each_combination() -> None:
         ({"grid": {}}, "at least 1 item"),
         ({"grid": {"gamma": []}}, "at least 1 item"),
         ({"grid": {"gamma": [3, 3]}}, r"gamma needs different values, found \[3, 3\]"),
-        ({"gamma": 2, "grid": {"gamma": [3]}}, "gamma is set in the entry itself"),
-        ({"inner": {"gamma": 2}, "grid": {"inner.gamma": [3]}}, "inner.gamma is set in the entry itself"),
-        ({"inner": 7, "grid": {"inner.gamma": [3]}}, "inner.gamma is set in the entry itself"),
-        ({"grid": {"label": ["a", "b"]}}, "label is set in the entry itself"),
+        ({"gamma": 2, "grid": {"gamma": [3]}}, "gamma is also set in the entry itself"),
+        ({"inner": {"gamma": 2}, "grid": {"inner.gamma": [3]}}, "inner.gamma is also set in the entry itself"),
+        ({"inner": 7, "grid": {"inner.gamma": [3]}}, "inner.gamma is also set in the entry itself"),
+        ({"grid": {"label": ["a", "b"]}}, "label is also set in the entry itself"),
     ],
 )
 def test_a_grid_that_cannot_be_meant_is_refused(entry: dict[str, Any], message: str) -> None:
     """Catches an empty grid that measures nothing, and one that silently overrules the entry."""
     with pytest.raises(ValueError, match=message):
         entries({"drafter": "speculative", **entry})
-
-
-def test_a_knob_that_the_drafter_does_not_have_is_named(
-    target: TargetModel, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """Catches a grid over a misspelt option that measures one and the same drafter again and again."""
-    given = {"drafter": "speculative", "draft_model": str(tiny_checkpoint("llama", 1)), "grid": {"gama": [3, 4]}}
-    with pytest.raises(ValueError, match="speculative gama=4: .*unknown key 'gama'; did you mean 'gamma'"):
-        Lineup(entries(given)[0].expand(), Models(target))
 
 
 def test_a_name_may_stand_for_other_settings_at_another_temperature(target: TargetModel) -> None:

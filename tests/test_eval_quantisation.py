@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import eval.speed
 from drafters import TargetModel
-from eval.figures.quantisation import quantisation_cost
+from eval.figures.scores import quantisation_cost
 
 
 def test_the_cost_by_hand() -> None:

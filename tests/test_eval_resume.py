@@ -1,7 +1,6 @@
 """A killed `python -m eval.speed` goes on where it stopped, and mixes nothing that does not belong together."""
 
 import copy
-import errno
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import tiny_run
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_prompts import sharegpt, write, write_target
 from transformers import PreTrainedModel
 
@@ -41,7 +40,7 @@ def run_of(method: str, prompt: int = 0) -> Run:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     killed_after(3 * len(METHODS) + 1, config, monkeypatch)  # prompts 1 and 2, and the first of T = 1
     capsys.readouterr()
     assert run(config) == 0
-    assert "going on after 16 runs" in capsys.readouterr().out
+    assert "resuming after 16 runs" in capsys.readouterr().out
     assert decoded(journalled(config)) == expected
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         path.name for path in (tmp_path / "whole").iterdir()
@@ -156,7 +155,7 @@ def test_processes_share_the_prompts_and_write_one_report(
     alone = copy.deepcopy(config) | {"out": str(tmp_path / "alone")}
     assert run(alone) == 0
     assert run(config, "--rank", "0", "--ranks", "2") == 0
-    assert "the last of all writes the report" in capsys.readouterr().out
+    assert "the last process writes the report" in capsys.readouterr().out
     killed_after(len(METHODS) - 1, config, monkeypatch, "--rank", "1", "--ranks", "2")
     assert run(config, "--rank", "0", "--ranks", "2") == 0
     assert not (tmp_path / "out" / "report.json").exists()
@@ -242,7 +241,7 @@ def test_runs_of_another_kind_are_never_mixed(
     capsys.readouterr()
     assert run(config, *quick, "seed=1") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{before} holds 8 runs of another kind, which are not mixed with these (other: seed)" in said
+    assert f"{before} holds 8 runs of another identity (different: seed)" in said
     assert len(journalled(config)) == PROMPTS * len(METHODS)
     assert [part.get("runs") for part in report(config)["environment"]["parts"]] == [len(METHODS), None]
     assert not list((tmp_path / "out").glob("measurements.unfinished.*"))
@@ -256,22 +255,13 @@ def test_ctrl_c_says_what_is_kept_and_what_goes_on(
     quick = ("temperatures=[0.0]", "max_new_tokens=4")
     kept = killed_after(len(METHODS) + 2, config, monkeypatch, *quick, by=KeyboardInterrupt).args[0]
     (path,) = (tmp_path / "out").glob("measurements.unfinished.*.jsonl")
-    assert kept == f"4 runs, those of whole prompts, are kept in {path}; to go on: python -m eval.speed --config c.yaml"
+    assert kept == f"4 runs, of complete prompts, are kept in {path}; to resume: python -m eval.speed --config c.yaml"
     with opened(tmp_path, {}) as empty:
-        assert empty.kept().startswith("no prompt is whole yet; ")
+        assert empty.kept().startswith("no prompt is complete yet; ")
     write_prompts(tmp_path, {}, 0)
     with opened(tmp_path, {}) as done:
         done.finish()
         assert done.kept().startswith(f"report.json and measurements.jsonl in {tmp_path} are complete; ")
-
-
-def test_back_to_the_first_config_goes_on_with_its_runs(tmp_path: Path) -> None:
-    """Catches hours of runs lost to a mistyped override that was stopped at once."""
-    write_prompts(tmp_path, {"config": {"seed": 0}}, 0, 1)
-    mistyped = write_prompts(tmp_path, {"config": {"seed": 1}})
-    assert not mistyped.exists()  # nothing was measured: nothing is left
-    with opened(tmp_path, {"config": {"seed": 0}}) as again:
-        assert len(again.runs) == 4
 
 
 @pytest.mark.parametrize("other", ["host", "commit", "code", "files", "cpu_cores", "versions", "threads"])
@@ -288,7 +278,7 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     if other == "host":
         monkeypatch.setattr("platform.node", lambda: "another")
     elif other == "commit":
-        monkeypatch.setattr("drafters.common.provenance.code_state", lambda: ("0" * 40, False))
+        monkeypatch.setattr("drafters.common.machine.code_state", lambda: ("0" * 40, False))
     elif other == "code":
         (tmp_path / "package" / "new.py").write_text("x = 1")
     elif other == "files":
@@ -297,8 +287,8 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     elif other == "threads":
         arguments[2] = 3
     else:
-        name = {"cpu_cores": "threads.cpu_cores", "versions": "provenance.library_versions"}[other]
-        monkeypatch.setattr(f"drafters.{name}", lambda *_: 99)
+        name = {"cpu_cores": "cpu_cores", "versions": "library_versions"}[other]
+        monkeypatch.setattr(f"drafters.common.machine.{name}", lambda *_: 99)
     after = identity.conditions(*arguments)
     assert identity.differing(before, after) == [other]
     assert identity.digest(before) != identity.digest(after)
@@ -316,24 +306,6 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
             second.runs.append(run_of("a"))
             second.finish()
         assert first.exists() and second.path.name == journal.JOURNAL
-
-
-def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Catches the error of closing, which names no file, in place of that of writing, and a journal without a run."""
-
-    class Full:
-        def write(self, line: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self) -> None:
-            opening.close()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left on device") as raised, opened(tmp_path, {}) as full:
-        opening, full._file = full._file, Full()  # type: ignore[assignment]
-        full.write(run_of("a"), Prompt("p", None, [3]))
-    assert raised.value.filename == str(full.path)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_profiles_are_scaled_to_a_tau(tau: float) -> None:
         reach *= rate
         total += reach
     assert total == pytest.approx(tau, abs=1e-4)
-    with pytest.raises(ValueError, match="no scaling"):
+    with pytest.raises(ValueError, match="no power"):
         scaled([0.5], 3, 4.5)
 
 
@@ -89,9 +89,9 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     """Catches hours of loading before a wrong name, and memory that runs out half way."""
     cases = [
         (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
-        (["--shape", "llama-5m", "rounds=2"], "rounds: of an even number"),
+        (["--shape", "llama-5m", "rounds=2"], "rounds: an even number"),
         (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
-        (["--shape", "llama-5m", "eagle_tau=7"], "no scaling of the profile"),
+        (["--shape", "llama-5m", "eagle_tau=7"], "no power of the profile"),
     ]
     for arguments, message in cases:
         assert status(roofline.main, *arguments, f"out={tmp_path / 'x'}") == 1

@@ -1,9 +1,7 @@
 """`python -m eval.speed` from a config file to a report, on a tiny target."""
 
-import errno
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,25 +9,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
 import eval.measure.lineup
 import eval.speed
-import eval.speed_run
 from drafters import Drafter, TargetModel
 from drafters.common.energy import EnergyMeter
-from drafters.common.machine import environment
 from drafters.loop.acceptance import Rule, Verdict
 from drafters.loop.call import eos_ids
 from drafters.loop.sampling import Sampling
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.speculative import SpeculativeDrafter
-from eval.measure.entries import STOCK, StockEntry
-from eval.measure.lineup import Models
-from eval.report.rows import statements, warnings
-from eval.speed import TargetEntry
+from eval.configs import TargetEntry
+from eval.measure.models import answer_ends
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -59,7 +53,7 @@ def files(
 @pytest.fixture(autouse=True)
 def quick_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than most runs here; that of ``finished``, which is made before this, is drawn."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
 
 
 def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, Any]:
@@ -116,17 +110,6 @@ def test_report_has_every_field(finished: tuple[Path, dict[str, Any]]) -> None:
     assert all(b["stock_generate_tokens_per_second"] > 0 for b in report["baseline"]["temperatures"])
     assert "draft model" in (out / "report.md").read_text()
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_stock_generate_can_be_left_out(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches a row that takes the longest of all and that a search does not need, a bar that never fills, and a report
-    that fails for want of it or shows it as 0."""
-    out = tmp_path / "out"
-    assert run(config_for(files, out, stock_generate=False, rounds=1, temperatures=[0.0]), tmp_path) == 0
-    report = strict((out / "report.json").read_text())
-    assert report["baseline"]["over_stock_generate"] is None and report["baseline"]["tokens_per_second"] > 0
-    assert not any(json.loads(line).get("method") == STOCK for line in (out / "measurements.jsonl").open())
-    assert "stock generate's" not in (out / "report.md").read_text()
 
 
 def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -213,7 +196,7 @@ def test_energy_is_reported_or_its_absence_explained(
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "energy: a counter of our own" in page
-    monkeypatch.setattr("eval.speed_run.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none"))
+    monkeypatch.setattr("eval.measure.speed.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none"))
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
@@ -235,56 +218,6 @@ def test_a_wrong_drafter_is_caught(
     assert "a fault in the method" in capsys.readouterr().out
 
 
-def test_lossy_methods_are_marked(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a lossy method that stands among lossless ones without its mark."""
-    monkeypatch.setattr("drafters.methods.speculative.SpeculativeDrafter.lossless", False)
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
-    assert run(config, tmp_path) == 0
-    assert "draft model (lossy)" in (tmp_path / "out" / "report.md").read_text()
-    assert "draft model (lossy)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("max_new_token=3", "did you mean 'max_new_tokens'"),
-        ("prompts.file=nowhere.jsonl", "no prompt file at nowhere.jsonl"),
-        ('drafters=[{"drafter": "egle"}]', "no drafter 'egle'"),
-        ('drafters=[{"drafter": "egle"}]', "did you mean 'eagle'?"),
-        ('drafters=[{"drafter": "eagle", "checkpoint": "./nowhere"}]', "do not exist: eagle: checkpoint './nowhere'"),
-        ('drafters=[{"drafter": "autoregressive", "gamma": 3}]', "unknown key 'gamma'"),
-        ('drafters=[{"drafter": "eagle"}, {"drafter": "eagle"}]', "set label"),
-        ("max_new_tokens=255", "too_long"),
-        ('stock=[{"label": "draft model", "prompt_lookup_num_tokens": 3}]', "are taken twice"),
-        ('stock=[{"label": "stock generate", "prompt_lookup_num_tokens": 3}]', "are taken twice"),
-        ('stock=[{"label": "a", "assistant_model": "./nowhere"}]', "do not exist: a: assistant_model './nowhere'"),
-        ("temperatures=[0.0, 0.0]", "must be different"),
-        ("rounds=2", "give 1 or 3"),
-    ],
-)
-def test_bad_input_is_one_message_before_anything_runs(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
-) -> None:
-    """Catches a mistake found only when its drafter's turn comes, after hours, or an older report left to mislead."""
-    assert run(config_for(files, tmp_path / "out"), tmp_path, override) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a baseline left null without greedy rows, and prompts.count that shrinks without a word."""
-    config = config_for(files, tmp_path / "out", temperatures=[1.0], rounds=1)
-    assert run(config, tmp_path, "prompts.count=50", "max_new_tokens=4") == 0
-    assert strict((tmp_path / "out" / "report.json").read_text())["baseline"]["stock_generate_tokens_per_second"] > 0
-    shortage = "only 7 prompts are measured, not the 50 asked for"
-    assert shortage in (tmp_path / "out" / "report.md").read_text()
-    assert shortage in capsys.readouterr().out
-
-
 def test_an_answer_ends_where_the_template_says(files: dict[str, Path], tmp_path: Path) -> None:
     """Catches speeds of text behind the answers: of a target whose EOS is not its template's end of turn."""
     shutil.copytree(files["target"], tmp_path / "target")
@@ -293,7 +226,7 @@ def test_an_answer_ends_where_the_template_says(files: dict[str, Path], tmp_path
     tokenizer.save_pretrained(tmp_path / "target")
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     own = eos_ids(target, None)
-    ends = [eval.speed_run.answer_ends(TargetEntry(path=str(path)), target) for path in (files["target"], target.name)]
+    ends = [answer_ends(TargetEntry(path=str(path)), target) for path in (files["target"], target.name)]
     assert ends == [own, own | {tokenizer.pad_token_id}] and tokenizer.pad_token_id not in own
 
 
@@ -316,7 +249,7 @@ def test_where_eos_is_ignored_all_answers_are_of_one_length(files: dict[str, Pat
     ended, told = made()
     assert max(ended) < 4 * 12 and "at most 12 new tokens" in told
     every, told = made("ignore_eos=true", f"out={tmp_path / 'all'}")
-    assert every == {4 * 12} and "exactly 12 new tokens, whatever ends before" in told
+    assert every == {4 * 12} and "exactly 12 new tokens, EOS ignored" in told
 
 
 def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
@@ -371,7 +304,7 @@ def test_a_drafter_that_fails_has_no_figures_and_the_others_go_on(
     (failure,) = report["failures"]
     assert failure["drafter"] == "draft model" and "OutOfMemoryError: out of memory (" in failure["reason"]
     assert calls == 6
-    assert "draft model, T = 0: no figures, for it failed on prompt" in (tmp_path / "out" / "report.md").read_text()
+    assert "draft model, T = 0: no figures, it failed on prompt" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_report_outlives_its_picture(
@@ -382,132 +315,13 @@ def test_a_report_outlives_its_picture(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such font")
 
-    monkeypatch.setattr("eval.report.files.draw", fail)
+    monkeypatch.setattr("eval.report.speed.save", fail)
     out = tmp_path / "out"
     out.mkdir()
     (out / "speedup.png").write_text("of another run")
     assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: the picture could not be drawn (RuntimeError: no such font)")
     assert {path.name for path in out.iterdir()} == PAGES | {"measurements.jsonl"}
-
-
-def test_a_report_outlives_the_search_for_divergences(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches hours of measurements lost to the forwards after them."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_wrong)
-    monkeypatch.setattr("eval.figures.divergence.find_divergences", fail)
-    assert run(config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1), tmp_path) == 0
-    _, wrong = strict((tmp_path / "out" / "report.json").read_text())["rows"]
-    assert wrong["exact_match"] == 0.0
-    assert (wrong["divergences"]["count"], wrong["divergences"]["unexplained"]) == (4, None)
-    assert "unchecked (OutOfMemoryError: out of memory)" in (tmp_path / "out" / "report.md").read_text()
-    assert "unchecked" in capsys.readouterr().out
-
-
-def test_a_slow_baseline_is_flagged(finished: tuple[Path, dict[str, Any]]) -> None:
-    """Catches speedups over a loop slower than stock generate, with nobody told."""
-    _, report = finished
-    report = json.loads(json.dumps(report))
-    for baseline, ratio in zip(report["baseline"]["temperatures"], (1.25, 0.8), strict=True):
-        baseline["over_stock_generate"] = ratio
-    (line,) = warnings(report)
-    assert line.startswith("T = 1: the baseline is slower than stock generate (0.80 times")
-
-
-def test_a_busy_start_is_told_of_a_resumed_run(finished: tuple[Path, dict[str, Any]]) -> None:
-    """Catches rough times of the first part passed over because the machine was idle when the run went on."""
-    report = json.loads(json.dumps(finished[1]))
-    report["environment"] |= {"cpu_cores": 4, "load_average": 0.5}
-    for load, told in ((9.0, True), (3.9, False), (None, False)):
-        report["environment"]["parts"] = [{"load_average": load}, {"load_average": 0.5}]
-        assert any("busy when runs began (load average 9.0)" in line for line in statements(report)) is told
-
-
-@pytest.mark.parametrize("broken", ["in the way", "full"])
-def test_a_folder_that_cannot_be_written_is_one_message(
-    files: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    broken: str,
-) -> None:
-    """Catches a traceback in place of a message."""
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    out, message = tmp_path / "out", "No space left on device"
-    if broken == "full":
-        monkeypatch.setattr(eval.speed_run, "write_report", full)
-    else:
-        out.write_text("a file")
-        out, message = out / "speed", f"{out} is a file; give a folder"
-    assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("error: ")
-    assert message in printed.err
-    assert ("draft model" in printed.out) == (broken == "full")  # the figures are not lost
-
-
-@pytest.mark.parametrize(("name", "dirty"), [("eval/new.py", True), ("configs/new.yaml", True), ("notes.md", False)])
-def test_new_code_makes_the_commit_dirty(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model: Callable[..., PreTrainedModel],
-    name: str,
-    dirty: bool,
-) -> None:
-    """Catches figures of a method that was never committed under the name of a commit without it."""
-
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "module.py").write_text("")
-    git("init")
-    git("add", "eval")
-    git("commit", "-m", "first")
-    monkeypatch.setattr("drafters.common.provenance.__file__", str(tmp_path / "drafters" / "provenance.py"))
-    target = TargetModel(tiny_model("llama"))
-    assert environment(target)["dirty"] is False
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("")
-    assert environment(target)["dirty"] is dirty
-
-
-def test_a_grid_is_measured_in_one_run(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches combinations that share a drafter, or a report whose rows cannot be pivoted."""
-    entry = {"label": "S", "drafter": "speculative", "draft_model": str(files["draft"])}
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
-    config["drafters"] = [entry | {"grid": {"gamma": [1, 3]}}]
-    assert run(config, tmp_path, "prompts.count=2") == 0
-    report = strict((tmp_path / "out" / "report.json").read_text())
-    assert [(row["drafter"], row["entry"], row["grid"]) for row in report["rows"]] == [
-        ("autoregressive", "autoregressive", None),
-        ("S gamma=1", "S", {"gamma": 1}),
-        ("S gamma=3", "S", {"gamma": 3}),
-    ]
-    assert [row["drafted_per_step"] <= gamma for row, gamma in zip(report["rows"], (0, 1, 3), strict=True)] == [
-        True
-    ] * 3
-    assert report["rows"][2]["drafted_per_step"] > 1
-    assert report["environment"]["config"]["drafters"][0]["grid"] == {"gamma": [1, 3]}
-
-
-def test_a_folder_with_other_things_in_it_will_do(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches a refusal to write beside notes, a log, or another program's results."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1, max_new_tokens=4)
-    assert run(config, tmp_path, "prompts.count=1") == 0
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "out" / "report.json").is_file()
 
 
 def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], tmp_path: Path) -> None:
@@ -533,35 +347,3 @@ def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], t
         assert greedy["perplexity"] == pytest.approx(rows["autoregressive", 0.0]["perplexity"])
         assert f"| {label} (stock) | 0 | - |" in (tmp_path / "out" / "report.md").read_text()
     assert not rows["draft model", 0.0]["stock"]
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"drafter": "prompt_lookup", "zzz": 3}, "prompt_lookup: unknown key 'zzz'; known keys: "),
-        ({"drafter": "bild", "draft_model": ".", "gama": 3}, "bild: unknown key 'gama'; did you mean 'gamma'"),
-        ({"drafter": "eagle", "checkpont": "x"}, "eagle: unknown key 'checkpont'; did you mean 'checkpoint'"),
-    ],
-)
-def test_a_mistyped_option_is_found_before_a_model_is_loaded(
-    entry: dict[str, Any],
-    message: str,
-    files: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Catches minutes of loading a large target before a mistyped option of a drafter is named."""
-    monkeypatch.setattr(eval.speed_run, "load_models", None)
-    assert run(config_for(files, tmp_path / "out", drafters=[entry]), tmp_path) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_an_assistant_of_another_size(tiny_model: Callable[..., PreTrainedModel], monkeypatch: Any) -> None:
-    """Catches a traceback of transformers' in the middle of a measurement: stock assistance needs equal sizes."""
-    monkeypatch.setattr("drafters.drafting.draft_model.vocabulary", lambda _: {"a": 0})
-    models = Models(TargetModel(tiny_model("llama"), name="one"))
-    models._draft_models["other"] = TargetModel(tiny_model("llama", vocab_size=101), name="other")
-    entry = StockEntry(label="stock", assistant_model="other")
-    with pytest.raises(ValueError, match="other has a vocabulary of 101 tokens and the target one of 97; stock"):
-        eval.speed_run.load_assistants([entry], models)

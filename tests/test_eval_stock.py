@@ -47,17 +47,6 @@ def test_stock_generate_takes_nothing_from_the_models_generation_config(
     )
 
 
-def test_stock_generate_samples_as_the_loop_does(tiny_model: Callable[..., PreTrainedModel]) -> None:
-    """Catches a stock baseline that decodes greedily, or unfiltered, beside sampled rows."""
-    target = TargetModel(tiny_model("llama"))
-    ids = list(range(3, 20))
-    greedy = stock_method(target, 0.0, Limits(12))([ids], 0).tokens
-    sample = stock_method(target, 1.0, Limits(12))
-    assert sample([ids], 1).tokens == sample([ids], 1).tokens != sample([ids], 2).tokens
-    assert stock_method(target, 1.0, Limits(12, top_k=1))([ids], 1).tokens == greedy
-    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))([ids], 1).tokens == greedy
-
-
 @pytest.fixture
 def pair(tiny_model: Callable[..., PreTrainedModel]) -> tuple[TargetModel, TargetModel]:
     """A target and another model for its assistant."""
@@ -101,32 +90,6 @@ def test_the_tokens_of_the_first_forward_are_the_prefills(pair: tuple[TargetMode
     assert everything.decode_seconds < everything.prefill_seconds
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(4, {4}), (None, {20})])
-def test_a_draft_has_the_length_that_is_asked_for(
-    pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch, tokens: int | None, expected: set[int]
-) -> None:
-    """Catches drafts cut short by an unsure assistant, or growing with success, under the name of a fixed length."""
-    target, draft = pair
-    lengths: list[int] = []
-    thresholds: set[float] = set()
-    kind = candidate_generator.AssistedCandidateGenerator
-    plain = kind.get_candidates
-
-    def counted(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
-        asked = self._calculate_new_tokens(input_ids)[1]
-        ids, logits = plain(self, input_ids, **options)
-        if asked == self.num_assistant_tokens:  # not at the limit of the output
-            lengths.append(ids.shape[1] - input_ids.shape[1] if tokens else asked)
-        thresholds.add(self.assistant_confidence_threshold)
-        return ids, logits
-
-    monkeypatch.setattr(kind, "get_candidates", counted)
-    for assistant in (draft, target):
-        stock_method(target, 0.0, Limits(60), assisted(tokens), assistant)([IDS], 0)
-    assert set(lengths) == expected
-    assert thresholds == ({0.0} if tokens else {0.4})
-
-
 def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
     pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,28 +112,3 @@ def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
     ):
         assert stock_method(target, 0.0, Limits(12), entry)([ids], 0).tokens == plain
     assert made == [(3, 2), (5, 4)]
-
-
-def test_assisted_sampling_is_seeded_and_filtered(pair: tuple[TargetModel, TargetModel]) -> None:
-    """Catches a greedy row among sampled ones, and one without the run's top-k."""
-    target, draft = pair
-    greedy = stock_method(target, 0.0, Limits(12))([IDS], 0).tokens
-    for entry, assistant in ((assisted(3), draft), (StockEntry(label="l", prompt_lookup_num_tokens=3), None)):
-        sample = stock_method(target, 1.0, Limits(12), entry, assistant)
-        assert sample([IDS], 1).tokens == sample([IDS], 1).tokens != sample([IDS], 2).tokens
-        assert stock_method(target, 1.0, Limits(12, top_k=1), entry, assistant)([IDS], 1).tokens == greedy
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "give either"),
-        ({"assistant_model": "x", "prompt_lookup_num_tokens": 3}, "give either"),
-        ({"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 4}, "num_assistant_tokens is for an assistant_model"),
-        ({"assistant_model": "x", "max_matching_ngram_size": 2}, "needs prompt_lookup_num_tokens"),
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(options: dict[str, Any], message: str) -> None:
-    """Catches a setting that transformers would quietly leave unused."""
-    with pytest.raises(ValueError, match=message):
-        StockEntry(label="s", **options)

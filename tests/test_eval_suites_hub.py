@@ -95,20 +95,3 @@ def test_questions_come_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     asked = len(hub.requests)
     assert read(hub, tmp_path, *names, HF_HUB_OFFLINE="1") == [talks, sums, translated]
     assert len(hub.requests) == asked
-
-
-def test_a_suites_configuration_may_be_in_its_name(hub: HubServer, tmp_path: Path) -> None:
-    """Catches a name that works for dialogues and not for suites, and one without the configuration it needs."""
-    for name, where in (("whole", "openai/gsm8k:socratic:test"), ("none", "openai/gsm8k")):
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({"hub": where, "prompt": "{{ question }}"}))
-    (whole, asked), (none, _) = read(hub, tmp_path, "whole.yaml", "none.yaml")
-    assert whole == "openai/gsm8k:socratic:test" and [one[2] for one in asked] == ["another subset"]
-    assert "openai/gsm8k" in none and "it has the configurations socratic, main; name one, as openai/gsm8k:" in none
-
-
-def test_a_data_set_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
-    """Catches a trace of `datasets` in the place of where else the questions can be had."""
-    ((humaneval, none),) = read(hub, tmp_path, "humaneval")
-    assert not none
-    assert "no dataset 'openai/openai_humaneval' with a split 'test' could be loaded" in humaneval
-    assert "or fetch its file: curl" in humaneval

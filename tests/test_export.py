@@ -200,28 +200,6 @@ def test_a_draft_vocabulary_where_it_is_known(
             check(tmp_path / "sglang", "sglang")
 
 
-@pytest.mark.parametrize(
-    ("ids", "said"),
-    [
-        ([9, 3, 9, 4], "lists 1 of its 4 tokens twice"),
-        ([9, 3, 5, 10**8], "lists token 100000000, and"),
-        ([9, 3], "lists the 2 most frequent tokens; set draft_vocab=2 or less"),
-        (None, "does not say which tokens are frequent"),
-    ],
-)
-def test_a_draft_vocabulary_is_checked_as_at_loading(
-    ids: list[float] | None, said: str, target: TargetModel, tmp_path: Path
-) -> None:
-    """Catches token ids that crash the engine, or give nonsense drafts, and are exported all the same."""
-    head = save_head(tmp_path / "head", target, draft_vocab=4)
-    config, state = load_checkpoint(head)
-    save_checkpoint(head, state if ids is None else state | {DRAFT_IDS: torch.tensor(ids)}, config, dtype=None)
-    for to in ("sglang", "vllm"):
-        with pytest.raises(ValueError, match=said):
-            export(head, to, tmp_path / to)
-        assert not (tmp_path / to).exists()
-
-
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -270,20 +248,13 @@ def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path
         assert check(tmp_path / to, to, target.name)
 
 
-def test_rope_that_engines_compute_otherwise_is_refused(target: TargetModel, tmp_path: Path) -> None:
+def test_rope_that_engines_compute_otherwise_is_refused(tmp_path: Path) -> None:
     """Catches a head of the target's layer that engines draft with at other positions than it was trained with."""
     turned = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     tiny.build("llama", head_dim=12, rope_parameters=turned).save_pretrained(tmp_path / "dynamic")
     dynamic = TargetModel.from_pretrained(str(tmp_path / "dynamic"), "float32", "cpu")
     with pytest.raises(ValueError, match=r"'llama' with RoPE of type dynamic, and vLLM has .*; train one with layer=l"):
         export(save_head(tmp_path / "head", dynamic, layer="target"), "vllm", tmp_path / "vllm")
-    for form in ("vllm", "sglang"):  # exported by a version that did not refuse it
-        out = exported(form, target, tmp_path)
-        config = written(out)[0]
-        turn(config, **turned)
-        (out / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="it computes RoPE of type 'dynamic' otherwise .* train with layer=llama"):
-            check(out, form)
 
 
 def test_a_head_that_no_reader_serves_fails_the_check(tmp_path: Path) -> None:
@@ -300,7 +271,7 @@ def test_an_adapter_with_another_base_is_refused(target: TargetModel, tmp_path: 
     other = tiny.build("llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     other.save_pretrained(tmp_path / "other")
     head = save_head(tmp_path / "head", TargetModel(other, name=str(tmp_path / "other")), exit_layer=EXIT)
-    with pytest.raises(ValueError, match="it has rope_theta 10000 whatever config.json says, and this one 5000"):
+    with pytest.raises(ValueError, match="it has rope_theta 10000 for every config.json, and this one 5000"):
         export(head, "official", tmp_path / "out")
 
 

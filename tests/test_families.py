@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cohere": ({}, "its logits are not what its LM head gives"),
     "cohere2": (WINDOW, "its logits are not what its LM head gives"),
     "deepseek_v3": (LATENT, "cannot be run layer by layer"),
-    "doge": ({}, "layer 0 of 2 .* adds something else"),
+    "doge": ({}, "(layer|row) . .*adds something else"),
     "phi": ({}, r"has no \['norm'\]"),
     **{name: ({}, "has no .*'embed_tokens'") for name in ("gpt2", "gpt_neox", "opt", "bloom")},
 }

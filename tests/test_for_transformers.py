@@ -13,7 +13,6 @@ import torch
 from chat_formats import CHATML_SPECIALS, byte_level
 from conformance import plain_greedy, prompt, target_of
 from distribution import LIMIT, NEW, PROMPT, VOCAB, places_of, statistic, toy
-from drafters.policy.kept_costs import Costs, Curve
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -26,7 +25,8 @@ from transformers.generation import MaxLengthCriteria, StoppingCriteria
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.loop.hf_generate import FromTransformers, sampling_of
-from drafters.policy import costs as cost
+from drafters.policy.costs import Curve
+from drafters.policy.shape import Costs, ShapePolicy
 
 ROOT = Path(__file__).parents[1]
 PENALTIES: dict[str, Any] = {
@@ -205,8 +205,8 @@ def test_scores_are_not_warped_again() -> None:
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an example in docs/transformers.md that no longer runs, and a head that changes the target's text."""
     monkeypatch.chdir(ROOT)
-    line = Curve((1, 64), (1.0, 1.5))  # of a machine where drafts pay: on a crowded one they may not
-    monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.1, Curve((1, 16), (0.1, 0.2))))
+    costs = Costs(Curve((1, 64), (1.0, 1.5)), first=0.1, level=0.1, row=0.01)  # drafts are profitable
+    monkeypatch.setattr(ShapePolicy, "_measured", lambda *given: costs)
     page = (ROOT / "docs" / "transformers.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0]
     made: dict[str, Any] = {}

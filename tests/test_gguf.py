@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 from tiny_gguf import Kind, write
 
 from data_prep import gguf
+from data_prep.common.gguf import FACTS
 from drafters import TargetModel
 from drafters.model.files import load_bare_tokenizer
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "float32"), ("Q4_1", "bfloat16"), ("F16", "float16")])
-def test_weights_are_those_of_the_file(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_weights_are_those_of_the_file(tmp_path, kind, dtype):
     """Catches weights rounded twice, or left packed; queries and keys in llama.cpp's order; a folder nothing loads; a
-    template that lay beside the file."""
+    template from another file in the folder."""
     made = write(tmp_path / "tiny.gguf", Kind[kind])
     (tmp_path / "chat_template.jinja").write_text("of another model")
     out = tmp_path / "target"
@@ -32,16 +33,11 @@ def test_weights_are_those_of_the_file(tmp_path: Path, kind: str, dtype: str) ->
     said = tokenizer.apply_chat_template([{"role": "user", "content": "the the"}], tokenize=False)
     assert "<|im_start|>user" in said and "quantization" not in (out / "config.json").read_text()
     assert target.features(torch.tensor([tokenizer(said)["input_ids"]])).features.isfinite().all()
-    facts = json.loads((out / gguf.FACTS).read_text())
+    facts = json.loads((out / FACTS).read_text())
     assert facts["tensors"][kind] == len(made) and facts["dtype"] == dtype and len(facts["sha256"]) == 64
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     assert {path.suffix for path in out.iterdir()} <= {".json", ".safetensors", ".jinja"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chat_template.jinja", "target", "tiny.gguf"]
-
-
-def cut(file: Path) -> None:
-    write(file)
-    file.write_bytes(file.read_bytes()[:-5_000])
 
 
 def replaced(at: int, value: int, size: int = 8) -> Callable[[Path], None]:
@@ -61,30 +57,20 @@ def cut_at(bytes_left: int) -> Callable[[Path], None]:
 
 BAD: dict[str, tuple[Any, str]] = {
     "another kind": (lambda file: file.write_bytes(b"PK\3\4" + bytes(100)), r"is no GGUF file: it begins with b'PK"),
-    "cut short": (cut, "tiny.gguf cannot be converted"),
-    **{f"cut at {left}": (cut_at(left), "tiny.gguf cannot be converted") for left in (4, 8, 20, 24, 100, 3000)},
-    "another version": (replaced(4, 99, 4), "tiny.gguf cannot be converted"),
+    **{f"cut at {left}": (cut_at(left), "tiny.gguf cannot be converted") for left in (4, 20, 100, -5000)},
     "too many tensors": (replaced(8, 1 << 40), "tiny.gguf cannot be converted"),
-    "too many keys": (replaced(16, 1 << 40), "tiny.gguf cannot be converted"),
     "too long a key": (replaced(24, 1 << 40), "tiny.gguf cannot be converted"),
-    "a folder": (lambda file: file.mkdir(), "no file at .*tiny.gguf"),
     "no template": (lambda file: write(file, template=None), "has no chat template"),
     "NaN": (lambda file: write(file, Kind.F16, bad=float("nan")), r"weights hold NaN or infinity, first model"),
-    "a weight that is missing": (
-        lambda file: write(file, left_out="blk.1.ffn_up"),
-        "1 weights of the model are",
-    ),
-    "more than is read": (
-        lambda file: write(file, more="rope_freqs.weight"),
-        r"it holds [\d,]+ numbers, and",
-    ),
-    "a family nobody reads": (lambda file: write(file, architecture="rwkv6"), "tiny.gguf cannot be converted"),
+    "a weight that is missing": (lambda file: write(file, left_out="blk.1.ffn_up"), "1 weights of the model are"),
+    "more than is read": (lambda file: write(file, more="rope_freqs.weight"), r"it holds [\d,]+ numbers, and"),
+    "a family that is not read": (lambda file: write(file, architecture="rwkv6"), "tiny.gguf cannot be converted"),
     "a family that is not decoded": (lambda file: write(file, architecture="phi3"), "tiny.gguf cannot be converted"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_what_is_refused(tmp_path, capsys, name):
     """Catches a traceback, a model that is not the file's, and a folder left behind."""
     make, message = BAD[name]
     make(tmp_path / "tiny.gguf")
@@ -92,15 +78,3 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], nam
     said = capsys.readouterr().err
     assert re.search(message, said), said
     assert "Traceback" not in said and [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
-
-
-def test_a_folder_in_use_and_a_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a model written over another one, and "No module named gguf" after the file was named."""
-    write(tmp_path / "tiny.gguf")
-    with pytest.raises(ValueError, match=r"--out .* is not empty; give another folder"):
-        gguf.main([str(tmp_path / "tiny.gguf"), "--out", str(tmp_path)])
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(ValueError, match="needs gguf: pip install gguf"):
-        gguf.main([str(tmp_path / "tiny.gguf"), "--out", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=r"no file at .*none.gguf"):
-        gguf.main([str(tmp_path / "none.gguf"), "--out", str(tmp_path / "out")])

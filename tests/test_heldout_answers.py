@@ -1,7 +1,6 @@
 """The held-out store holds the target's own answers, and training says where it does not."""
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -19,13 +18,10 @@ from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
 from data_prep import features
-from data_prep.answers import target as target_answers
-from data_prep.answers.journal import AnsweredBatch, AnswerJournal
-from data_prep.answers.ownership import whose
+from data_prep.answers.finished import whose
+from data_prep.answers.heldout import regeneration
+from data_prep.configs import FeaturesConfig, RegenerateConfig
 from data_prep.dialogues.encoding import load_tokenizer
-from data_prep.features import FeaturesConfig
-from data_prep.heldout_answers import regeneration
-from data_prep.regenerate import RegenerateConfig
 from data_prep.store.lock import LOCK
 from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
@@ -53,7 +49,7 @@ def first_choices(store: FeatureStore, target: TargetModel) -> float:
 
 
 @pytest.fixture(scope="module")
-def speaker(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def speaker(target_folder, tmp_path_factory):
     """The tiny target, of whose tokens only those are ever first that its tokenizer reads as it writes them."""
     folder = tmp_path_factory.mktemp("speaker") / "llama"
     shutil.copytree(target_folder, folder)
@@ -69,7 +65,7 @@ def speaker(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, speaker: Path) -> Path:
+def made(tmp_path_factory, speaker):
     """The folder of a config whose stores are made, the held-out one of the target's own answers."""
     folder = tmp_path_factory.mktemp("made")
     run(write_config(folder, speaker, **OWN))
@@ -77,11 +73,11 @@ def made(tmp_path_factory: pytest.TempPathFactory, speaker: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny_target(speaker: Path) -> TargetModel:
+def tiny_target(speaker):
     return TargetModel.from_pretrained(str(speaker), "float32", "cpu")
 
 
-def test_by_default_held_out_answers_are_the_targets_own(made: Path, tiny_target: TargetModel) -> None:
+def test_by_default_held_out_answers_are_the_targets_own(made, tiny_target):
     """Catches held-out features of somebody else's answers, or training features of replaced ones."""
     out = made / "out"
     heldout, train = FeatureStore.open(out / "heldout"), FeatureStore.open(out / "train")
@@ -93,32 +89,7 @@ def test_by_default_held_out_answers_are_the_targets_own(made: Path, tiny_target
     assert own[0]["conversations"][1] != given[0]["conversations"][1]
 
 
-def test_a_kill_in_the_middle_of_the_answers(
-    tmp_path: Path, speaker: Path, made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches answers written anew after a kill, or others than an uninterrupted run's; a message that hides them."""
-    config = write_config(tmp_path, speaker, **OWN)
-    write, lines = AnswerJournal.write, []
-
-    def dies(self: AnswerJournal, batch: AnsweredBatch) -> None:
-        write(self, batch)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(AnswerJournal, "write", dies)
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        run(config)
-    assert re.match(rf"[12] held-out answers are kept in {tmp_path / 'out'}; to go on: ", interrupted.value.args[0])
-    monkeypatch.setattr(AnswerJournal, "write", lambda self, batch: (lines.append(batch), write(self, batch)))
-    run(config)
-    assert 0 < sum(len(batch.turns) for batch in lines) < 4  # of the four answers
-    assert records(tmp_path / "out" / "heldout-answers.jsonl") == records(made / "out" / "heldout-answers.jsonl")
-    shards = [read_manifest(folder / "out" / "heldout").shards for folder in (tmp_path, made)]
-    assert shards[0] == shards[1]
-
-
-def test_one_rank_answers_and_the_next_goes_on_when_it_dies(
-    tmp_path: Path, speaker: Path, made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_answers_and_the_next_goes_on_when_it_dies(tmp_path, speaker, made, capsys):
     """Catches two ranks that write the same file, and ranks that wait for a dead one."""
     config = write_config(tmp_path, speaker, **OWN)
     out = tmp_path / "out"
@@ -145,7 +116,7 @@ def test_one_rank_answers_and_the_next_goes_on_when_it_dies(
     assert read_manifest(out / "heldout").complete and read_manifest(out / "train").complete
 
 
-def test_a_store_holds_one_kind_of_answers(tmp_path: Path, speaker: Path, made: Path) -> None:
+def test_a_store_holds_one_kind_of_answers(tmp_path, speaker, made):
     """Catches a store of given answers continued as one of own, or the other way round, or an old one refused."""
     given = write_config(tmp_path, speaker, **OWN | {"heldout_answers": "given"})
     run(given)
@@ -162,9 +133,7 @@ def test_a_store_holds_one_kind_of_answers(tmp_path: Path, speaker: Path, made: 
         run(made / "features.yaml", "heldout_answers=given")
 
 
-def test_answers_that_are_its_own_already_are_taken_as_they_are(
-    tmp_path: Path, speaker: Path, made: Path, tiny_target: TargetModel
-) -> None:
+def test_answers_that_are_its_own_already_are_taken_as_they_are(tmp_path, speaker, made, tiny_target):
     """Catches minutes spent on answers that are there; a sidecar that vouches for another target or another file."""
     source = tmp_path / "own.jsonl"
     for suffix in ("", ".json"):  # as data_prep.regenerate leaves them
@@ -193,7 +162,7 @@ def test_answers_that_are_its_own_already_are_taken_as_they_are(
         assert whose(header) == "given"
 
 
-def test_how_much_is_answered(tmp_path: Path, speaker: Path) -> None:
+def test_how_much_is_answered(tmp_path, speaker):
     """Catches hours on a held-out file of thousands, or a default that a target with a short context refuses."""
     values = {"target": str(speaker), "splits": {"heldout": "h.jsonl"}, "out": "out"}
     few = regeneration(FeaturesConfig(**values, limit=7, max_length=64, batch_tokens=2048))
@@ -203,17 +172,6 @@ def test_how_much_is_answered(tmp_path: Path, speaker: Path) -> None:
     assert regeneration(FeaturesConfig(**values, heldout_new_tokens=5)).max_new_tokens == 5
 
 
-def test_no_memory_for_the_answers(tmp_path: Path, speaker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches advice to lower a key that a features config does not have."""
-
-    def full(*arguments: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(target_answers, "generate_many", full)
-    with pytest.raises(ValueError, match=r"while 4 held-out dialogues were answered; lower batch_tokens \(now 2048\)"):
-        run(write_config(tmp_path, speaker, **OWN))
-
-
 def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
     """A step of training, and its summary."""
     values = tiny_run.settings(str(target), features, out, steps=1, batch_tokens=512)
@@ -221,14 +179,7 @@ def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())["heldout_answers"]
 
 
-def test_training_says_whose_answers_it_is_judged_on(
-    tmp_path: Path,
-    speaker: Path,
-    made: Path,
-    tiny_target: TargetModel,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, tiny_target, capsys, monkeypatch):
     """Catches fine figures on somebody else's answers without a word; a command in the warning that does not help."""
     found = train(made / "out", speaker, tmp_path / "own")
     store = FeatureStore.open(made / "out" / "heldout")
@@ -252,7 +203,7 @@ def test_training_says_whose_answers_it_is_judged_on(
     summary.main([str(tmp_path / "given")])
     assert found["warning"] in capsys.readouterr().out
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
-    # The command, typed as it stands.
+    # The printed command.
     removal, make = found["warning"].partition("To measure on its own answers: ")[2].split(" && ")
     (word, option, store_there), words = shlex.split(removal), shlex.split(make)
     assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))
@@ -263,7 +214,7 @@ def test_training_says_whose_answers_it_is_judged_on(
     assert train(folder / "out", speaker, tmp_path / "again")["warning"] is None
 
 
-def test_what_a_low_share_means() -> None:
+def test_what_a_low_share_means():
     """Catches sampled answers called foreign, a run of an older version without a summary, a command for online runs
     that data_prep.regenerate does not take."""
     assert describe_answers({}, None)["warning"] is None

@@ -16,8 +16,6 @@ import yaml
 from chat_formats import CHATML_SPECIALS, byte_level
 from hub_server import TOKEN, HubServer, Repository
 from huggingface_hub import constants
-from test_convert import eagle_weights, release, released_config
-from test_export import save_target
 from torch import nn
 
 import drafters.hub.__main__
@@ -25,7 +23,6 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
-from drafters.layouts.convert import convert
 from drafters.layouts.serving import serving
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import Lora
@@ -243,20 +240,6 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
         model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path))
 
 
-def test_a_card_from_the_shell(hub: HubServer, login: Login, saved: Path, tmp_path: Path) -> None:
-    """Catches a card that is published without what was measured, and one that is only to be looked at."""
-    (tmp_path / "report.json").write_text(json.dumps(evidence()["report"]))
-    arguments = [str(saved), "user/d", "--report", str(tmp_path), "--license", "mit"]
-    drafters.hub.__main__.main(["push", *arguments, "--card", str(tmp_path / "card.md")])
-    card = (tmp_path / "card.md").read_text()
-    assert "## Speed" in card and not hub.repositories
-    drafters.hub.__main__.main(["push", *arguments])
-    assert files(hub, "user/d")["README.md"].decode() == card
-    (saved / "README.md").write_text("My own words.")
-    with pytest.raises(ValueError, match="published as it is, without the certificate, report or figures given"):
-        drafters.hub.__main__.main(["push", *arguments])
-
-
 def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a dry run that writes, a file that it does not list, a branch that is dropped on the way, and events of
     the training left at home."""
@@ -438,27 +421,6 @@ def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> N
     assert "holds pytorch_model.bin but no model.safetensors" in message
     assert "weights_only=True" in message
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
-
-
-def test_a_released_head_is_imported_from_the_hub(hub: HubServer, login: Login, tmp_path: Path) -> None:
-    """Catches an import that knows folders alone, or downloads pickled weights where there are others."""
-    target = save_target(tmp_path / "target")
-    weights = eagle_weights(target, 0.5)
-    for name in ("bin", "both"):
-        folder = Path(release(tmp_path / name, released_config(target), weights, pickled=True))
-        if name == "both":
-            release(folder, released_config(target), weights)
-        hub.repositories[f"user/{name}"] = repository = Repository(private=False)
-        repository.commit({file.name: file.read_bytes() for file in folder.iterdir()}, "released")
-        with pytest.raises(ValueError, match=f"python -m drafters.convert user/{name} --target MODEL"):
-            load_checkpoint(f"user/{name}")
-        convert(f"user/{name}", target.name, tmp_path / "ours" / name)
-        config, found = load_checkpoint(tmp_path / "ours" / name)
-        assert config["training"]["imported_from"] == f"user/{name}" and torch.equal(
-            found["fc.bias"], weights["fc.bias"]
-        )
-        hub.requests, asked = [], hub.requests
-        assert any(line.endswith("/pytorch_model.bin") for line in asked) == (name == "bin")
 
 
 def test_a_hub_that_never_answers(saved: Path, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:

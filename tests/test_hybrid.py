@@ -67,7 +67,7 @@ TestOneTreeWeighed = conformance.suite(
 
 
 class Spoilt(PromptLookupDrafter):
-    """Its index holds whatever is given to it, for what the model says next: now right, now wrong."""
+    """Copies what the model says next, right in some steps and wrong in others."""
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         known = len(state.tokens[row])

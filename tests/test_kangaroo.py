@@ -109,7 +109,7 @@ def test_confidence_by_entropy() -> None:
         logits[0, :tokens] = 0.0
         for confidence in ("top1", "entropy"):
             for eta, unsure in ((1 / tokens - 0.01, False), (min(1 / tokens + 0.01, 0.999), tokens > 1)):
-                assert kangaroo(target, False, eta=eta, confidence=confidence)._unsure(logits) == unsure
+                assert kangaroo(target, False, eta=eta, confidence=confidence)._uncertain(logits) == unsure
 
 
 def test_an_adapter_with_an_mlp_and_a_tree_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from programs import status
 from rich.console import Console
 
 from eval import leaderboard
-from eval.leaderboard_run import HTML, PAGE, collect, html, page, run
+from eval.report.leaderboard import HTML, PAGE, collect, html, page, run
 
 ROOT = Path(__file__).parents[1]
 

@@ -155,25 +155,6 @@ def test_trees_are_the_draft_models(family: str, overlap: bool, temperature: flo
     assert len(accepted) > (1 if temperature else 2) and len({len(tree.tokens) for _, tree in seen}) > 2
 
 
-def test_threshold_follows_the_outcomes() -> None:
-    """Catches N_all taken of the whole tree, not of the branch that matched, and a threshold kept between prompts."""
-    target = conformance.target_of("llama")
-    drafter = LLMCadDrafter.from_options(target, draft_model=perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-2)
-    for _ in range(2):
-        result, seen = watched(drafter)
-        answer = conformance.prompt(9) + result.tokens[0].tolist()
-        alpha, ended_early = 1e-2, 0
-        for step, (known, tree) in zip(result.trace.steps, seen, strict=False):
-            assert tree.alpha == alpha
-            right = answer[len(known) : len(known) + step.accepted]
-            paths = [tree.path(node) for node in range(len(tree.tokens))]
-            matching = [path for path in paths if [tree.tokens[node] for node in path[: step.accepted]] == right]
-            total = max(len(path) for path in matching)
-            ended_early += total < max(tree.lengths)
-            alpha = next_alpha(alpha, step.accepted, total, tree.confidence[0])
-        assert ended_early > 0, "the rig must match branches shorter than the tree"
-
-
 # Drafting while the target verifies.
 
 

@@ -77,18 +77,6 @@ def test_window_by_hand() -> None:
     ]
 
 
-def test_verified_phrases_count_as_used() -> None:
-    """Catches a pool that drops the n-gram just accepted, because it is old, rather than those never accepted."""
-    drafter = LookaheadDrafter.from_options(target_of("llama"), window=1, ngram=3, guesses=2, from_prompt=False)
-    state = state_of(drafter.target, [50, 10])
-    drafter.begin(state, said())
-    drafter.pool.add(10, (1, 2))
-    drafter.pool.add(10, (3, 4))
-    assert drafter.propose(state).tokens[0, :4].tolist() == [3, 4, 1, 2]
-    commit(drafter, state, [0, 3], [1, 7], 60)
-    assert drafter.pool.get(10, 2) == [(1, 2), (3, 4)]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_guesses_are_the_targets(family: str, temperature: float) -> None:

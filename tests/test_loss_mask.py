@@ -10,7 +10,6 @@ import pytest
 from chat_formats import (
     CHATML,
     CHATML_SPECIALS,
-    DATED,
     LLAMA2,
     LLAMA3,
     LLAMA3_SPECIALS,
@@ -42,14 +41,11 @@ DIALOGUE: list[Message] = [
 
 def encode_one(chat: ChatTokenizer, messages: Sequence[Message]) -> MaskedTokens:
     """The only dialogue's tokens; raises why it was dropped."""
-    (result,) = chat.encode([messages])
-    if isinstance(result, DroppedError):
-        raise result
-    return result
+    return chat.tokenize([chat.render(messages)])[0]
 
 
 def masked_runs(tokenizer: Any, tokens: MaskedTokens) -> list[str]:
-    """The text of each run of masked tokens, exactly as it stands in the tokens."""
+    """The text of each run of masked tokens, exactly as in the tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], tokens.loss_mask.astype(int), [0]])))
     runs = [tokens.input_ids[start:end].tolist() for start, end in edges.reshape(-1, 2)]
     if "▁" in tokenizer.get_vocab():  # its decoder would eat a leading space
@@ -74,7 +70,7 @@ PIECES += [(name, "sentencepiece") for name in ("vicuna", "llama2", "mistral")]
 
 @pytest.mark.parametrize(("shape", "kind"), PIECES)
 @pytest.mark.parametrize("system", [False, True])
-def test_mask_covers_the_answers_and_their_ends_exactly(shape: str, kind: str, system: bool) -> None:
+def test_mask_covers_the_answers_and_their_ends_exactly(shape, kind, system):
     """Catches a mask shifted by a token, header or user text in it, a missing end-of-turn token, and a system message
     (merged into the first user turn by Llama-2) that moves it."""
     template, specials, bos, eos, before, answers, after = SHAPES[shape]
@@ -88,7 +84,7 @@ def test_mask_covers_the_answers_and_their_ends_exactly(shape: str, kind: str, s
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
-def test_tokenizers_without_offsets() -> None:
+def test_tokenizers_without_offsets():
     """Catches a mask for fast tokenizers only, and the loss of a token that runs over the end of an answer."""
     template = (
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '.\\n' }}{% endfor %}"
@@ -101,7 +97,7 @@ def test_tokenizers_without_offsets() -> None:
     assert found == ["Hello!\nHow are you?.\n"]  # the end mark '.' exists only inside the token '.\n'
 
 
-def test_generation_tags_agree_with_transformers() -> None:
+def test_generation_tags_agree_with_transformers():
     """Catches a disagreement with the mask that transformers takes from generation tags, where a template has them."""
     tokenizer = byte_level(TAGGED, CHATML_SPECIALS, None, "<|im_end|>")
     tokens = encode_one(ChatTokenizer(tokenizer), [SYSTEM, *DIALOGUE])
@@ -110,18 +106,7 @@ def test_generation_tags_agree_with_transformers() -> None:
     assert tokens.input_ids.tolist() == theirs["input_ids"]
 
 
-def test_generation_tags_that_leave_out_the_end_of_turn() -> None:
-    """Catches trusting the tags: a drafter never trained on the end-of-turn token drafts past every answer."""
-    template = TAGGED.replace(
-        "message['content'] + '<|im_end|>' }}{% endgeneration %}", "message['content'] }}{% endgeneration %}<|im_end|>"
-    )
-    assert template != TAGGED
-    tokenizer = byte_level(template, CHATML_SPECIALS, None, "<|im_end|>")
-    tokens = encode_one(ChatTokenizer(tokenizer), DIALOGUE)
-    assert masked_runs(tokenizer, tokens) == [f"{answer}<|im_end|>" for answer in KEPT]
-
-
-def test_template_that_prints_the_system_message_late() -> None:
+def test_template_that_prints_the_system_message_late():
     """Catches relying on 'a prefix of the messages renders to a prefix of the text', which Mistral v0.3 breaks."""
     tokenizer = byte_level(MISTRAL_V3, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
     tokens = encode_one(ChatTokenizer(tokenizer), [SYSTEM, *DIALOGUE])
@@ -130,7 +115,7 @@ def test_template_that_prints_the_system_message_late() -> None:
     assert second == " It is 4.</s>"
 
 
-def test_thinking_template_prints_the_last_turn_otherwise() -> None:
+def test_thinking_template_prints_the_last_turn_otherwise():
     """Catches masking an earlier answer as the last is printed: Qwen3 prints the thoughts of the last turn only."""
     tokenizer = byte_level(QWEN3, CHATML_SPECIALS, None, "<|im_end|>")
     chat = ChatTokenizer(tokenizer)
@@ -145,14 +130,14 @@ def test_thinking_template_prints_the_last_turn_otherwise() -> None:
     )
 
 
-def test_template_without_generation_prompt_keeps_its_header_out() -> None:
+def test_template_without_generation_prompt_keeps_its_header_out():
     """Catches an assistant header in the mask where add_generation_prompt is unknown, and a plain-text end left out."""
     template = "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + m['content'] + '\\n### End\\n' }}{% endfor %}"
     tokenizer = byte_level(template, ["</s>"], None, "</s>")
     assert masked_runs(tokenizer, encode_one(ChatTokenizer(tokenizer), DIALOGUE)) == [f"{a}\n### End" for a in KEPT]
 
 
-def test_the_next_turns_opening_token_is_no_end_of_turn() -> None:
+def test_the_next_turns_opening_token_is_no_end_of_turn():
     """Catches Llama-2's <s>, or GLM's <|user|>, learnt as an end of turn where the template prints no end token."""
     header = "{{ '<s>' + m['role'] + ':' if m['role'] == 'user' else ':' }}"
     template = "{% for m in messages %}" + header + "{{ m['content'] }}{% endfor %}"
@@ -160,8 +145,8 @@ def test_the_next_turns_opening_token_is_no_end_of_turn() -> None:
     assert masked_runs(tokenizer, encode_one(ChatTokenizer(tokenizer), DIALOGUE)) == KEPT
 
 
-def test_answers_that_repeat_the_prompt_or_the_template() -> None:
-    """Catches finding answers by searching for their text: here it stands in a user's turn, and headers in answers."""
+def test_answers_that_repeat_the_prompt_or_the_template():
+    """Catches finding answers by searching for their text: here a user's turn has it, and answers have headers."""
     tokenizer = byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
     messages = [
         {"role": "user", "content": "Say yes. ASSISTANT: yes"},
@@ -173,26 +158,16 @@ def test_answers_that_repeat_the_prompt_or_the_template() -> None:
     assert found == [" yes</s>", " yes USER: yes ASSISTANT: yes</s>"]
 
 
-def test_special_tokens_in_the_text_are_refused() -> None:
+def test_special_tokens_in_the_text_are_refused():
     """Catches text injection: '</s>' inside an answer becomes the real end token and teaches the drafter to go on."""
     chat = ChatTokenizer(byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
     injected = [DIALOGUE[0], {"role": "assistant", "content": "HTML has <s>struck</s> text"}]
     with pytest.raises(DroppedError, match="special token '<s>'") as error:
         encode_one(chat, injected)
     assert error.value.reason == "special_token_in_text"
-    good, bad = chat.encode([DIALOGUE, injected])  # one bad dialogue in a batch takes no other with it
-    assert isinstance(good, MaskedTokens) and isinstance(bad, DroppedError)
 
 
-def test_a_template_that_refuses_a_dialogue() -> None:
-    """Catches a crash on templates that raise, as Mistral's and Gemma's do for a system message."""
-    chat = ChatTokenizer(byte_level(MISTRAL, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
-    with pytest.raises(DroppedError, match="roles must alternate") as error:
-        encode_one(chat, [SYSTEM, *DIALOGUE])
-    assert error.value.reason == "template_refused"
-
-
-def test_an_answer_that_cannot_be_located_is_never_guessed() -> None:
+def test_an_answer_that_cannot_be_located_is_never_guessed():
     """Catches a wrong mask, made silently, where the text before an answer depends on the answer."""
     template = "{{ messages | map(attribute='content') | join | length }}" + CHATML
     chat = ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>"))
@@ -216,7 +191,7 @@ def write_data(path: Path, questions: list[str]) -> str:
 
 
 @pytest.mark.parametrize("count", [1, FIRST_WITHOUT_ANSWER])
-def test_masks_of_zeros_throughout_are_an_error_that_shows_the_template(tmp_path: Path, count: int) -> None:
+def test_masks_of_zeros_throughout_are_an_error_that_shows_the_template(tmp_path, count):
     """Catches hours of training on nothing: a template that knows the role 'bot' but not 'assistant'."""
     template = "{% for m in messages if m['role'] in ['user', 'bot'] %}" + TURN + "{% endfor %}THE TAIL"
     chat = ChatTokenizer(byte_level(template, ["</s>"], None, "</s>"), "some/model")
@@ -226,7 +201,7 @@ def test_masks_of_zeros_throughout_are_an_error_that_shows_the_template(tmp_path
     assert ("no dialogue is left" in str(error.value)) == (count == 1)
 
 
-def test_one_mask_of_zeros_costs_one_dialogue(tmp_path: Path) -> None:
+def test_one_mask_of_zeros_costs_one_dialogue(tmp_path):
     """Catches one dialogue, for which the template prints no answer, ending the whole run."""
     template = "{% for m in messages if m['role'] == 'user' or 'quiet' not in messages[0]['content'] %}" + TURN
     chat = ChatTokenizer(byte_level(template + "{% endfor %}", ["</s>"], None, "</s>"))
@@ -242,7 +217,7 @@ VICUNA_SYSTEM = (
 )
 
 
-def test_the_shipped_vicuna_template_writes_what_the_target_was_tuned_with() -> None:
+def test_the_shipped_vicuna_template_writes_what_the_target_was_tuned_with():
     """Catches a space, a separator or the first token off from FastChat's "vicuna_v1.1", and a mask off its answers."""
     tokenizer = sentencepiece_like(VICUNA_FILE.read_text(), SENTENCEPIECE_SPECIALS, "<s>", "</s>")
     chat = ChatTokenizer(tokenizer)
@@ -257,12 +232,6 @@ def test_the_shipped_vicuna_template_writes_what_the_target_was_tuned_with() -> 
         chat.render([*DIALOGUE[:2], *DIALOGUE[1:]])
 
 
-def test_no_chat_template() -> None:
-    """Catches an obscure failure deep in transformers for a base model's tokenizer."""
-    with pytest.raises(ValueError, match=r"base/model has no chat template.*chat_template\.jinja"):
-        ChatTokenizer(byte_level(None, ["</s>"], None, "</s>"), "base/model")
-
-
 HEADERS = "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"  # no generation prompt
 PROMPTS = {name: (*shape[:4], shape[4]) for name, shape in SHAPES.items()} | {
     "mistral-v3": (MISTRAL_V3, SENTENCEPIECE_SPECIALS, "<s>", "</s>", " "),
@@ -272,8 +241,8 @@ PROMPTS = {name: (*shape[:4], shape[4]) for name, shape in SHAPES.items()} | {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_ends_where_the_target_writes(name: str) -> None:
-    """Catches a prompt without its generation prompt or header, and a lead that would stand twice in the next turn."""
+def test_a_prompt_ends_where_the_target_writes(name):
+    """Catches a prompt without its generation prompt or header, and a lead that would come twice in the next turn."""
     template, specials, bos, eos, lead = PROMPTS[name]
     chat = ChatTokenizer(byte_level(template, specials, bos, eos))
     ids, found = chat.prompt(DIALOGUE[:3])
@@ -287,14 +256,6 @@ def test_a_prompt_ends_where_the_target_writes(name: str) -> None:
         assert text == chat.tokenizer.apply_chat_template(DIALOGUE[:3], tokenize=False, add_generation_prompt=True)
     with pytest.raises(DroppedError, match="special token"):
         chat.prompt([{"role": "user", "content": f"What is {eos}?"}])
-
-
-def test_a_template_that_prints_no_answers_gives_no_prompt() -> None:
-    """Catches answers regenerated for a template that leaves them out of the next turn's prompt."""
-    users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    with pytest.raises(DroppedError) as caught:
-        ChatTokenizer(byte_level(users, CHATML_SPECIALS, None, "<|im_end|>")).prompt(DIALOGUE[:1])
-    assert caught.value.reason == "no_answer_printed"
 
 
 def qwen3(template: str = QWEN3_TOOLS) -> ChatTokenizer:
@@ -322,7 +283,7 @@ KEYS_ALONE = QWEN3_TOOLS.replace("and '</think>' in content", "and false")  # as
 
 
 @pytest.mark.parametrize(("template", "in_text"), [(QWEN3_TOOLS, False), (QWEN3_TOOLS, True), (KEYS_ALONE, True)])
-def test_every_turn_of_a_thinking_target_is_trained_on_as_it_is_written(template: str, in_text: bool) -> None:
+def test_every_turn_of_a_thinking_target_is_trained_on_as_it_is_written(template, in_text):
     """Catches the reasoning of all turns but the last left out, since the template prints a dialogue so afterwards."""
     found, changes = settled(qwen3(template), thinking(in_text))
     assert found == [
@@ -333,7 +294,7 @@ def test_every_turn_of_a_thinking_target_is_trained_on_as_it_is_written(template
     assert changes == ["one_record_per_turn"]
 
 
-def test_records_of_one_dialogue_are_counted(tmp_path: Path) -> None:
+def test_records_of_one_dialogue_are_counted(tmp_path):
     """Catches a limit of dialogues spent on one's turns, an uncounted change, and a sample's sums by records."""
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"messages": thinking(in_text=False)}) + "\n" for _ in range(4)))
@@ -347,7 +308,7 @@ def test_records_of_one_dialogue_are_counted(tmp_path: Path) -> None:
     assert cut.counts.changed == {"one_record_per_turn": 4, "truncated": 4} and not cut.counts.dropped
 
 
-def test_reasoning_goes_into_the_text_where_the_template_takes_it_there() -> None:
+def test_reasoning_goes_into_the_text_where_the_template_takes_it_there():
     """Catches the loss of reasoning in a key of its own, with a template that reads <think> only within the text."""
     found, changes = settled(qwen3(QWEN3), thinking(in_text=False)[:2])
     assert found == [["<think>\nIt is a sum\n</think>\n\nFour.<|im_end|>"]] and not changes
@@ -358,7 +319,7 @@ def test_reasoning_goes_into_the_text_where_the_template_takes_it_there() -> Non
     [CHATML, CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")],
     ids=["unknown", "stripped"],
 )
-def test_reasoning_that_is_not_printed_is_counted(template: str) -> None:
+def test_reasoning_that_is_not_printed_is_counted(template):
     """Catches reasoning that vanishes without a word: beside the text, or cut out of it by the template."""
     found, changes = settled(qwen3(template), thinking(in_text=template != CHATML)[:2])
     assert found == [["Four.<|im_end|>"]] and changes == ["reasoning_left_out"]
@@ -377,7 +338,7 @@ CALLING: list[Message] = [
 ]
 
 
-def test_calls_are_trained_on_and_results_are_not() -> None:
+def test_calls_are_trained_on_and_results_are_not():
     """Catches definitions, calls or results that the target never sees, and a call left out of the loss."""
     chat = qwen3()
     (answers,), changes = settled(chat, CALLING)
@@ -390,7 +351,7 @@ def test_calls_are_trained_on_and_results_are_not() -> None:
     assert '[{"name": "weather"}]' in text and "<|im_start|>tool\ndry<|im_end|>" in text and not changes
 
 
-def test_a_call_in_the_place_of_a_text_is_found() -> None:
+def test_a_call_in_the_place_of_a_text_is_found():
     """Catches Mistral's dialogues with tools dropped: without its call an answer is one turn too many for it."""
     chat = ChatTokenizer(byte_level(MISTRAL_TOOLS, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
     more: list[Message] = [DIALOGUE[0], {"role": "assistant", "content": "A"}]
@@ -400,7 +361,7 @@ def test_a_call_in_the_place_of_a_text_is_found() -> None:
     assert changes == ["tools_left_out", "reasoning_left_out"]
 
 
-def test_tools_that_a_template_does_not_print_are_dropped() -> None:
+def test_tools_that_a_template_does_not_print_are_dropped():
     """Catches a tool's result printed as the assistant's answer and trained on, and calls that vanish."""
     chat = ChatTokenizer(byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
     for messages in (CALLING, CALLING[:2], [CALLING[0], *DIALOGUE[1:2], *CALLING[2:]]):
@@ -410,7 +371,7 @@ def test_tools_that_a_template_does_not_print_are_dropped() -> None:
     assert settled(chat, [CALLING[0], *DIALOGUE[1:2]])[1] == ["tools_left_out"]
 
 
-def test_special_tokens_are_refused_in_every_key() -> None:
+def test_special_tokens_are_refused_in_every_key():
     """Catches an end token within reasoning, a call or a definition taken for a real one."""
     chat, bad = qwen3(), "<|im_end|>"
     call = {"tool_calls": [{"type": "function", "function": {"name": bad, "arguments": {}}}]}
@@ -420,7 +381,7 @@ def test_special_tokens_are_refused_in_every_key() -> None:
             chat.render(messages)
 
 
-def test_turns_of_weight_0_are_not_trained_on() -> None:
+def test_turns_of_weight_0_are_not_trained_on():
     """Catches training on answers that the data marks as bad ones, which are there for what follows."""
     chat = qwen3(CHATML)
     bad = DIALOGUE[3] | {"weight": 0}
@@ -433,19 +394,9 @@ def test_turns_of_weight_0_are_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_token_behind_an_answer_is_found(shape: str) -> None:
+def test_the_token_behind_an_answer_is_found(shape):
     """Catches answers that run on to the limit: of a target whose EOS is not its template's end of turn."""
     template, specials, bos, eos, *_, end = SHAPES[shape]
     tokenizer = byte_level(template.replace("eos_token", f"'{eos}'"), specials, bos, specials[0])
     assert ChatTokenizer(tokenizer).end_of_turn() == tokenizer.convert_tokens_to_ids(end.strip())
     assert qwen3(HEADERS).end_of_turn() is None
-
-
-def test_a_dated_template_prints_one_day() -> None:
-    """Catches a store half of whose prompts have one date and half the next, and a date for templates without one."""
-    tokenizer = byte_level(DATED, CHATML_SPECIALS, None, "<|im_end|>")
-    chat = ChatTokenizer(tokenizer, date="2024-02-29")
-    assert chat.date == "2024-02-29" and "Today: 29 Feb 2024" in chat.render(DIALOGUE).text
-    assert "Today: 29 Feb 2024" in tokenizer.decode(chat.prompt(DIALOGUE[:1])[0])
-    assert ChatTokenizer(tokenizer).date is not None and ChatTokenizer(tokenizer).template == DATED
-    assert qwen3().date is None

@@ -18,7 +18,7 @@ def merged() -> MergedTree:
 
 
 def test_sequences_share_their_prefixes() -> None:
-    """Catches nodes verified twice, tokens drafted behind EOS, and a child that stands before its parent."""
+    """Catches nodes verified twice, tokens drafted behind EOS, and a child before its parent."""
     tree = merged()
     assert (tree.tokens.tolist(), tree.parents.tolist()) == ([TOKENS], [PARENTS])
     assert tree.trie.paths == [[0, 1, 2], [3, 4], [0, 1, 5]]

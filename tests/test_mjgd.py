@@ -132,7 +132,7 @@ def test_the_last_token_may_turn_the_order() -> None:
 
 
 def test_an_ended_hypothesis_needs_no_last_token() -> None:
-    """Catches an EOS charged for a token after it: 0.2 stands against 0.4 * 0.5 * 0.9 = 0.18."""
+    """Catches an EOS charged for a token after it: 0.2 is more than 0.4 * 0.5 * 0.9 = 0.18."""
     ended, open_ = [(1, 0.2), (1, 1.0)], [(3, 0.4), (4, 0.5)]
     rows, tokens = verdict([ended, open_], [(5, 0.1), (6, 0.9)], eos=(1,))
     assert rows == [0, 1] and tokens[0] == 1

@@ -37,7 +37,7 @@ def test_a_file_is_no_model(opener: str, name: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
     tiny.build("llama").save_pretrained(tmp_path)
     (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=rf"{name}' is a file; give the folder that it lies in: '{tmp_path}'"):
+    with pytest.raises(ValueError, match=rf"{name}' is a file; give its folder: '{tmp_path}'"):
         OPENERS[opener](str(tmp_path / name))
 
 

@@ -1,7 +1,6 @@
 """Policy: shapes against all small trees, rates, costs and copies by hand, and drafts of changing shape in the loop."""
 
 import itertools
-import json
 import math
 import random
 from collections import deque
@@ -28,7 +27,6 @@ from drafters.policy.costs import Curve, cached, context_limits, time_plans
 from drafters.policy.shape import EXPLORE, WINDOW, Costs, Rates, Shape, ShapePolicy, accepted, best_shape, costs_of
 
 Node = tuple[int, ...]
-GREEDY = Sampling()
 
 
 def measured_cascade(target: Any) -> CascadeDrafter:
@@ -77,10 +75,9 @@ def test_best_shape_is_that_of_all_trees() -> None:
     """Catches a tree that is not the best of its size, and a size or a depth that is not the best of all."""
     draw, kinds = random.Random(0), set()
     every = [tree for tree in trees(6, 4, 3) if tree]
-    assert len(every) == len(set(every)) > 100
     for number in range(60):
         table = [accepted([draw.uniform(0.3, 0.95), draw.uniform(0, 0.6), draw.uniform(0, 0.5)]) for _ in range(4)]
-        # Exact where a pass has one price; where its rows cost, 3% may be lost. Nodes below 1% are left out.
+        # Exact where rows of a pass are free; else 3% may be lost.
         row, loss = (0.0, 0.01) if number % 2 else (draw.uniform(0.0, 0.03), 0.03)
         rest = Curve((1, 2), (1.0, 1.0 + draw.choice([0.0, 0.02, 0.1, 0.3])))
         costs = Costs(rest, draw.uniform(0, 0.6), draw.uniform(0.01, 0.4), row)
@@ -105,7 +102,6 @@ def test_rates_by_hand() -> None:
         rates.learn(1, 1, right)
     assert rates.hazards()[1][0] == pytest.approx(0.36, abs=0.03)  # 1 / e, and the prior
     assert accepted([0.5, 0.4, 0.9]) == pytest.approx([0.5, 0.2, 0.2])  # never rising
-    assert Rates(2, 3).hazards() == [[0.6, 0.3, 0.2], pytest.approx([0.57, 0.285, 0.19])]
 
 
 def test_costs_by_hand() -> None:
@@ -117,8 +113,7 @@ def test_costs_by_hand() -> None:
     assert costs.rest == Curve((1, 2, 5, 6), (1.0, 1.1, 1.4, 1.4))
     assert costs.step(5, 2, 2) == pytest.approx(1.4 + 0.1 + 0.1 + 0.05) and costs.step(0, 0, 0) == 1.0
     assert costs.rest.at(3) == pytest.approx(1.2) and Curve((1, 3), (1.0, 2.0)).at(5) == pytest.approx(3.0)
-    long: Any = SimpleNamespace(max_context=2048)
-    assert context_limits(long, 100) == [512] and context_limits(long, 700) == [512, 2048]
+    assert [context_limits(SimpleNamespace(max_context=2048), n) for n in (100, 700)] == [[512], [512, 2048]]  # type: ignore
 
 
 def test_costs_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +126,7 @@ def test_costs_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv(measuring.CACHE, str(tmp_path / "cache"))
     assert ask("a") == ask("a") == [[1, 0.5]] and ask("b") == [[2, 0.5]]
-    files = sorted((tmp_path / "cache").iterdir(), key=lambda file: json.loads(file.read_text())["measured"][0][0])
+    files = sorted((tmp_path / "cache").iterdir(), key=lambda file: file.stat().st_mtime_ns)
     files[0].write_text("{")
     assert ask("a") == [[3, 0.5]] == ask("a")
     files[0].write_text(files[1].read_text())  # another key's
@@ -202,14 +197,14 @@ def prepared(two_rows: float) -> ShapePolicy:
     """A policy on a machine where a step of two rows takes ``two_rows`` plain steps."""
     policy = ShapePolicy(8, 4, 2)
     costs = Costs(Curve((1, 2), (1.0, two_rows)), first=0.2, level=0.1, row=0.0)
-    drafter: Any = SimpleNamespace(policy=policy, target=target_of("llama"))
-    goes_by(drafter, costs).policy.prepare(drafter, 1, GREEDY, 99)
+    drafter = goes_by(SimpleNamespace(policy=policy, target=target_of("llama")), costs)
+    policy.prepare(drafter, 1, Sampling(), 99)
     return policy
 
 
 def run_policy(policy: ShapePolicy, steps: int, right: float, draw: random.Random) -> list[int]:
     """Sizes of the drafts of ``steps`` steps in which the first candidate is right with probability ``right``."""
-    state: Any = SimpleNamespace(batch=1, sampling=GREEDY, target=target_of("llama"), length=9, finished=[False])
+    state: Any = SimpleNamespace(batch=1, sampling=Sampling(), target=target_of("llama"), length=9, finished=[False])
     sizes = []
     for _ in range(steps):
         plan = TreePlan([list(path) for path in policy.paths(state)], state.target.device)
@@ -225,7 +220,6 @@ def run_policy(policy: ShapePolicy, steps: int, right: float, draw: random.Rando
 def test_drafting_stops_and_returns() -> None:
     """Catches drafts where none is profitable, a policy that never drafts again, and expectations of other steps."""
     draw, policy = random.Random(0), prepared(1.2)
-    assert policy.expected() is None
     assert 2 <= sum(size > 0 for size in run_policy(policy, 500, 0.0, draw)[-4 * EXPLORE :]) <= 4
     expected = policy.expected()
     assert expected is not None and expected.steps == 500 and expected.choice == "no draft"
@@ -258,9 +252,8 @@ def test_copy_rates_by_hand() -> None:
     """Catches a prior that a longer match does not raise, counts of another kind, and a past that never fades."""
     rates = CopyRates()
     assert rates.of(1, 0.5) == pytest.approx(0.5**1.8) and rates.of(8, 0.5) == pytest.approx(0.5 ** (1.8 / 8))
-    for right in (True, True, False):
-        rates.learn(3, 0.5, right)
-    assert rates.of(3, 0.5) == pytest.approx((2 + 8 * 0.5**0.6) / 11) and rates.of(4, 0.5) > 0.7
+    rates.learn(3, 0.5, True)
+    assert rates.of(3, 0.5) == pytest.approx((1 + 8 * 0.5**0.6) / 9) and rates.of(4, 0.5) > 0.7
     taught(rates, 3, 1.0)
     taught(rates, 3, 0.0)
     assert rates.of(3, 0.5) < 0.05
@@ -275,7 +268,6 @@ def test_copies_are_cut_to_what_is_profitable() -> None:
     assert policy.select([CHAIN], going(1))[0].tokens == [5, 6]  # 0.9 and 0.72 are worth 0.25 steps, 0.07 is not
     found = policy.expected()
     assert found is not None and found[:3] == pytest.approx((1, 1 + 0.9 + 0.72, 1.5), rel=0.03)
-    assert found.choice == "100% of the steps copied"
     assert policy.select([CHAIN], going(1), Shape((), 4.0, 1.5)) == [NOTHING]
     assert [one.tokens for one in policy.select([NOTHING, CHAIN], going(2, finished=1))] == [[], [5, 6]]
     dear = copies(0.5)
@@ -286,6 +278,8 @@ def test_copies_are_cut_to_what_is_profitable() -> None:
     assert behind.beside([CHAIN], [{}], 2, going(1)) == [[0, 1]]
     assert behind.beside([CHAIN], [{0: 0}], 2, going(1)) == [[1]]
     assert behind.beside([CHAIN, NOTHING], [{0: 0, 1: 1}, {}], 2, going(2)) == [[], []]
+    behind._curve = lambda state: Curve((1, 4, 5), (1.0, 1.0, 2.0))  # type: ignore[method-assign]
+    assert behind.beside([CHAIN], [{}], 2, going(1)) == [[0]]  # the fifth row costs a whole step
 
 
 def test_of_a_tree_the_likeliest_nodes_are_copied() -> None:
@@ -294,9 +288,6 @@ def test_of_a_tree_the_likeliest_nodes_are_copied() -> None:
     for match, claim, rate in ((6, 0.25, 0.2), (6, 0.65, 0.9), (7, 0.75, 0.8), (8, 0.2, 0.1)):
         taught(policy.rates, match, rate, claim)
     assert policy.select([tree], going(1))[0] == Copy([5, 6], [-1, 0], [0.65, 0.75], 6)
-    taught(policy.rates, 6, 0.9, 0.25)
-    taught(policy.rates, 6, 0.1, 0.65)
-    assert policy.select([tree], going(1))[0] == Copy([4], [-1], [0.25], 6)
 
 
 def test_copies_are_learnt_by_hand() -> None:
@@ -307,4 +298,3 @@ def test_copies_are_learnt_by_hand() -> None:
         policy.learn([tree, CHAIN._replace(match=8), CHAIN], verdict)
     of = policy.rates.of
     assert of(3, 0.4) < 0.1 and of(3, 0.6) > 0.9 and of(4, 0.5) > 0.9 and of(8, 0.5) > 0.9
-    assert of(17, 0.5) == CopyRates().of(17, 0.5)

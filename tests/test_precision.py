@@ -13,15 +13,12 @@ import torch
 import yaml
 
 from data_prep.answers.journal import check_identity
-from data_prep.features import FeaturesConfig
-from data_prep.magpie import MagpieConfig
-from data_prep.regenerate import RegenerateConfig
+from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from data_prep.store.manifest import read_manifest
 from drafters import TargetModel
 from drafters.common import precision
 from drafters.model.files import resolve_dtype
-from eval.roofline import RooflineConfig
-from eval.speed import TargetEntry
+from eval.configs import RooflineConfig, TargetEntry
 from train.configs import EagleConfig, TargetConfig
 from train.core.config import OnlineData
 from train.core.runtime import dtype_of
@@ -97,8 +94,7 @@ def test_slow_bf16_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
             precision.warn_if_slow(dtype, CPU)
-    assert len(caplog.messages) == 1 and caplog.messages[0].count("GFLOP/s") == 1
-    assert "in float32; set dtype (or precision) to auto or float32" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "; set dtype (or precision) to auto or float32" in caplog.messages[0]
     precision.warn_if_slow.cache_clear()
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
     precision.warn_if_slow(torch.bfloat16, CPU)

@@ -94,7 +94,7 @@ def test_a_grid_is_found_again(dtype: torch.dtype) -> None:
     """Catches a model from a 4-bit file quantised to other steps than its own, which is a second loss."""
     scales, lowest = torch.rand(40, 3, 1) + 0.1, torch.randn(40, 3, 1)
     values = torch.randint(0, 16, (40, 3, GROUP))
-    values[::2] = values[::2].clamp_max(11)  # of which the upper steps are not in use
+    values[::2] = values[::2].clamp_max(11)  # the upper steps are not in use
     weight = (values * scales + lowest).to(dtype).float()
     found, steps, middles = fit_groups(weight, dtype)
     again = (found.float() - 8) * steps.float()[..., None] + middles.float()[..., None]

@@ -102,14 +102,14 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.roofline": [
         (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
         (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
-        (["--shape", "llama-5m", "rounds=2"], "rounds: of an even number"),
+        (["--shape", "llama-5m", "rounds=2"], "rounds: an even number"),
         (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
     ],
     "eval.lossless": [
         ([], "give --target and --drafter, or --config"),
         (["--target", TARGET, "--drafter", "ouroborus"], "did you mean 'ouroboros'"),
-        (["--target", TARGET, "--drafter", "./none"], "there is no none/config.json; give a method, the folder"),
-        (["--target", TARGET, "--drafter", "checkpoints/stdlib-draft"], "names no drafter_type"),
+        (["--target", TARGET, "--drafter", "./none"], "there is no none/config.json; give a method or the folder"),
+        (["--target", TARGET, "--drafter", "checkpoints/stdlib-draft"], "has no drafter_type"),
         (["--target", "./none", "--drafter", "lookahead"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "lookahead", "text=4"], "unknown key 'text'; did you mean 'texts'"),
         (["--target", TARGET, "--drafter", "lookahead", "prompts.file=none.jsonl"], "no prompt file"),

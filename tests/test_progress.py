@@ -6,7 +6,7 @@ import pytest
 from tqdm import tqdm
 
 from data_prep.common import progress
-from data_prep.common.progress import WITHOUT_TIME_LEFT, Bar
+from data_prep.common.progress import Bar
 
 
 class Terminal(io.StringIO):
@@ -14,8 +14,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a log of thousands of carriage returns, and one of which nobody can tell whether the run goes on."""
+def test_a_log_file_gets_a_line_now_and_then(monkeypatch):
+    """Catches a log of thousands of carriage returns, and one that does not show that the run continues."""
     file = io.StringIO()
     with Bar(total=1000, file=file, desc="train") as bar:
         for step in range(1000):
@@ -35,7 +35,7 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_no_bar_without_progress(stream: type[io.StringIO]) -> None:
+def test_no_bar_without_progress(stream):
     """Catches an error below a bar at 0%, as if work had been done."""
     file = stream()
     with pytest.raises(ValueError), Bar(total=10, file=file):
@@ -44,27 +44,7 @@ def test_no_bar_without_progress(stream: type[io.StringIO]) -> None:
     assert file.getvalue().strip("\r\n ") == "step 0"
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    """Catches a bar that is as quiet on the screen as in a file."""
-    file = Terminal()
-    with Bar(range(3), file=file, mininterval=0) as bar:
-        for _ in bar:
-            pass
-    assert "100%" in file.getvalue()
-    assert "\r" in file.getvalue()
-
-
-def test_one_time_left() -> None:
-    """Catches tqdm's own remaining time beside the run's, which knows of `minutes` and of tau's time."""
-    file = Terminal()
-    with Bar(total=10, file=file, mininterval=0, bar_format=WITHOUT_TIME_LEFT) as bar:
-        bar.set_postfix_str("loss 2.000, 0:42 left", refresh=False)
-        bar.update(5)
-    assert "0:42 left" in file.getvalue()
-    assert "<" not in file.getvalue()
-
-
-def test_only_the_first_rank_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_draws(monkeypatch):
     """Catches eight bars over one another under a launcher."""
     monkeypatch.setenv("RANK", "1")
     file = io.StringIO()

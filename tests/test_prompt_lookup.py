@@ -31,7 +31,7 @@ class PrimedIndex(NgramIndex):
 
 
 class Primed(PromptLookupDrafter):
-    """Has read the answer, every seventh token of which was misprinted: accepted in part."""
+    """Has read the answer, with every seventh token wrong: accepted in part."""
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)

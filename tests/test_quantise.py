@@ -9,8 +9,8 @@ from test_store import header
 from torch import Tensor
 
 from data_prep.store import reader as store_module
-from data_prep.store.manifest import StoreManifest
-from data_prep.store.quantise import SCALED, from_storage, storage_dtype, to_storage, token_bytes
+from data_prep.store.manifest import StoreManifest, token_bytes
+from data_prep.store.quantise import SCALED, from_storage, storage_dtype, to_storage
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
 from train.data.packing import collate
@@ -54,7 +54,7 @@ def largest_error(dtype: str, exact: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
-def test_no_value_moves_by_more_than_half_a_step(tmp_path: Path, dtype: str) -> None:
+def test_no_value_moves_by_more_than_half_a_step(tmp_path, dtype):
     """Catches truncation in place of rounding, a scale of the whole shard, and scales given to the wrong token."""
     states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS), seed=1).flip(0)}
     store = one_store(tmp_path, dtype, states)
@@ -70,7 +70,7 @@ def test_no_value_moves_by_more_than_half_a_step(tmp_path: Path, dtype: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
-def test_zeros_the_smallest_and_the_largest(dtype: str) -> None:
+def test_zeros_the_smallest_and_the_largest(dtype):
     """Catches a division by zero for a token of zeros, and a largest value that wraps around or becomes NaN."""
     states = torch.zeros(4, HIDDEN)
     states[1, 5], states[2, 6] = torch.finfo(torch.bfloat16).max, -3e-38
@@ -84,7 +84,7 @@ def test_zeros_the_smallest_and_the_largest(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_found_before_it_is_rounded(tmp_path: Path, dtype: str, bad: float) -> None:
+def test_what_is_not_finite_is_found_before_it_is_rounded(tmp_path, dtype, bad):
     """Catches an overflow that becomes an ordinary 8-bit number, to be trained on for ever."""
     states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS))}
     states["tap_3"][LENGTHS[0] + 2, 9] = bad
@@ -95,7 +95,7 @@ def test_what_is_not_finite_is_found_before_it_is_rounded(tmp_path: Path, dtype:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
-def test_bytes_against_bfloat16(tmp_path: Path, dtype: str) -> None:
+def test_bytes_against_bfloat16(tmp_path, dtype):
     """Catches a store that claims 8 bits and writes 16, and a disk estimate that forgets the scales."""
     states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS))}
     small, large = (one_store(tmp_path / kind, kind, states) for kind in (dtype, "bfloat16"))
@@ -107,8 +107,8 @@ def test_bytes_against_bfloat16(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
-def test_training_reads_it_as_floating_point(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches 8-bit integers in a training batch, features and taps of two dtypes, and work for taps nobody reads."""
+def test_training_reads_it_as_floating_point(tmp_path, dtype, monkeypatch):
+    """Catches 8-bit integers in a training batch, features and taps of two dtypes, and work for unread taps."""
     states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS), seed=1)}
     store = one_store(tmp_path, dtype, states)
     exact = one_store(tmp_path / "exact", "float32", states)
@@ -127,7 +127,7 @@ def test_training_reads_it_as_floating_point(tmp_path: Path, dtype: str, monkeyp
     assert dialogue.features is dialogue.features and reads == [30]
 
 
-def test_the_files_hold_what_the_manifest_says(tmp_path: Path) -> None:
+def test_the_files_hold_what_the_manifest_says(tmp_path):
     """Catches a manifest whose dtype was edited, or exchanged with another store's of the same shapes."""
     states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS))}
     one_store(tmp_path, "bfloat16", states)

@@ -1,11 +1,10 @@
 """Which process of how many: from launchers, and from the command line."""
 
-import argparse
-
 import pytest
 import torch
+from programs import refused
 
-from data_prep.common.ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map, slurm_step
+from data_prep.common.ranks import Rank, find_rank, refuse_shared_map
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
 
@@ -15,41 +14,34 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_L
     [
         ({}, Rank(0, 1)),
         ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, Rank(2, 4, 0)),
-        ({"RANK": "2", "WORLD_SIZE": "4"}, Rank(2, 4)),
         (SRUN, Rank(3, 8, 1)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "4"}, Rank(3, 4, 1)),  # srun -n 4 in a job of 8
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Rank(0, 2, 0)),  # torchrun below srun
         # A batch script and an interactive shell see their job's tasks and are one process all the same.
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": ""}, Rank(0, 1)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Rank(0, 1)),
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFB)}, Rank(0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, Rank(0, 1)),
     ],
 )
-def test_what_launchers_say(environment: dict[str, str], expected: Rank) -> None:
-    """Catches a batch script that takes itself for one rank of eight, and would leave 7/8 of the corpus to nobody."""
+def test_what_launchers_say(environment, expected):
+    """Catches a batch script that runs as one rank of eight and leaves 7/8 of the corpus undone."""
     assert find_rank(None, None, environment) == expected
 
 
-def test_the_command_line_wins() -> None:
+def test_the_command_line_wins():
     """Catches an explicit rank that a launcher's variables override, and half of one that is taken for a whole."""
     assert find_rank(1, 4, {"RANK": "0", "WORLD_SIZE": "2"}) == Rank(1, 4)
-    with pytest.raises(ValueError, match=r"give both --rank and --ranks \(found --rank 1, --ranks None\)"):
+    with refused(r"give both --rank and --ranks \(found --rank 1, --ranks None\)"):
         find_rank(1, None, {})
-    with pytest.raises(ValueError, match="--rank 4 of --ranks 4: ranks count from 0, so the last one is 3"):
+    with refused("--rank 4 of --ranks 4: ranks count from 0, so the last one is 3"):
         find_rank(4, 4, {})
-    with pytest.raises(ValueError, match="RANK=5 and WORLD_SIZE=2 in the environment do not fit"):
+    with refused("RANK=5, WORLD_SIZE=2 .* do not fit"):
         find_rank(None, None, {"RANK": "5", "WORLD_SIZE": "2"})
-    with pytest.raises(ValueError, match="RANK='a'.*are no numbers"):
+    with refused("RANK=a.*are not numbers"):
         find_rank(None, None, {"RANK": "a", "WORLD_SIZE": "2"})
 
 
-def test_every_shard_has_one_rank() -> None:
-    """Catches shards that no rank takes, or two do."""
-    assert all(sum(Rank(index, 3).takes(shard) for index in range(3)) == 1 for shard in range(20))
-
-
-def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_its_own_gpu(monkeypatch):
     """Catches eight processes on the first GPU, if only with what names none, and a GPU that was named exchanged."""
     current: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -62,34 +54,15 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpu",
     ]
     assert current == ["cuda:1", "cuda:1"]
-    assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: whoever starts it chooses
+    assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: the user chooses
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Rank(5, 8, 5).device(None) is None
 
 
-def test_what_deepspeed_appends() -> None:
-    """Catches a program that ends with a usage message under ``deepspeed --module``."""
-    parser = argparse.ArgumentParser()
-    add_rank_arguments(parser)
-    parser.add_argument("--config")
-    parser.add_argument("overrides", nargs="*")
-    parsed = parser.parse_args(["--local_rank=0", "--config", "F", "limit=3"])
-    assert (parsed.rank, parsed.ranks, parsed.overrides) == (None, None, ["limit=3"])
-    assert parser.parse_args(["--rank", "1", "--ranks", "4"]).ranks == 4
-
-
-def test_a_device_map_is_for_one_process_a_machine() -> None:
+def test_a_device_map_is_for_one_process_a_machine():
     """Catches two processes that each spread a target over the same GPUs, as srun's tasks did."""
-    with pytest.raises(ValueError, match=r"data\.target_device_map 'auto' lays one target over all GPUs"):
+    with refused(r"data\.target_device_map 'auto' spreads one target over all GPUs"):
         refuse_shared_map(find_rank(None, None, SRUN), "auto", "data.target_device_map")
     refuse_shared_map(find_rank(None, None, SRUN), None)
     for alone in (Rank(), Rank(3, 8, 0), Rank(1, 2)):  # the last one's launcher says nothing about machines
         refuse_shared_map(alone, "auto")
-
-
-def test_what_is_a_slurm_step() -> None:
-    """Catches a batch script, or a shell in it, that is taken for one of the job's tasks."""
-    assert slurm_step(SRUN) == "SLURM_NTASKS"
-    assert slurm_step({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}) == "SLURM_STEP_NUM_TASKS"
-    assert slurm_step({**SRUN, "SLURM_STEP_ID": str(0xFFFFFFFB), "SLURM_STEP_NUM_TASKS": "2"}) == ""
-    assert slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == ""

@@ -1,4 +1,4 @@
-"""The front page: its example runs, its links resolve, and its figures are those of the reports."""
+"""The front page: its examples run, its links exist, and its figures are the measured ones."""
 
 import json
 import re

@@ -47,7 +47,7 @@ def steps_before_the_limit(one: list[Any]) -> list[int]:
 @pytest.mark.parametrize("method", METHODS)
 def test_prompts_go_as_alone(method: str, family: str) -> None:
     """Catches a joined row that sees what its forerunner left (keys, features, n-grams, a finished flag), one whose
-    drafter did not begin anew (drafts that are not accepted), and neighbours that a join disturbs."""
+    drafter still has the old row's state (drafts that are not accepted), and neighbours that a join disturbs."""
     target, prompts = target_of(family), [*prompts_of(6), *(prompt(9, index) for index in range(6, 13))]
     plain = make_drafter("autoregressive", target)  # whose tokens are every method's
     free = rows_of(generate(target, plain, prompts, max_new_tokens=LIMIT, eos_token_id=NO_EOS))

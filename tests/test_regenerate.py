@@ -1,33 +1,25 @@
-"""python -m data_prep.regenerate: the target's own answers, whatever drafts, batches, kills or shares the work."""
+"""python -m data_prep.regenerate: the target's own answers, with any drafter, batch size, kill or number of ranks."""
 
-import errno
 import json
-import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
 import torch
 import yaml
-from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, QWEN3, byte_level
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, QWEN3, byte_level, chatml
+from programs import refused
 
 from data_prep import regenerate
 from data_prep.answers import finished
 from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers, text_ends, turn_ends
-from data_prep.answers.writing import Writing
 from data_prep.common.ranks import Rank
-from data_prep.dialogues.encoding import encode_split
+from data_prep.configs import Writing
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
-from data_prep.store import lock as store_lock
+from data_prep.dialogues.reader import Dialogue
 from drafters import TargetModel, make_drafter
-from drafters.config import load_config
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,12 +27,12 @@ NEW = 10
 
 
 @pytest.fixture(scope="module")
-def draft_folder(tiny_checkpoint: Callable[..., Path], target_folder: Path) -> Path:
+def draft_folder(tiny_checkpoint, target_folder):
     return tiny_checkpoint("llama", seed=1, vocab_size=CHAT_VOCAB)
 
 
 @pytest.fixture(scope="module")
-def eagle_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle_folder(target_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("eagle")
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
     torch.manual_seed(0)
@@ -101,10 +93,10 @@ def plain_answer(target: TargetModel, chat: ChatTokenizer, messages: list[dict[s
 
 
 @pytest.fixture(scope="module")
-def expected(target_folder: Path) -> tuple[list[dict[str, Any]], int]:
+def expected(target_folder):
     """The output as plain decoding makes it turn by turn, and how many answers were cut."""
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu", engine="eager")
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
+    chat = ChatTokenizer(chatml())
     records, truncated = [], 0
     for index in range(7):
         record, messages, cut = dialogue(index), [], 0
@@ -123,9 +115,9 @@ def expected(target_folder: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 @pytest.mark.parametrize("method", ["none", "prompt_lookup", "speculative", "eagle"])
-def test_answers_are_the_targets_own_whatever_drafts(
-    method: str, tmp_path: Path, target_folder: Path, draft_folder: Path, eagle_folder: Path, expected: Any
-) -> None:
+def test_answers_are_the_targets_own_with_any_drafter(
+    method, tmp_path, target_folder, draft_folder, eagle_folder, expected
+):
     """Catches old answers in the history, padding or a drafter that changes an answer, records in the wrong order."""
     drafter = {
         "none": None,
@@ -144,17 +136,15 @@ def test_answers_are_the_targets_own_whatever_drafts(
 
 
 def test_batches_do_not_change_greedy_answers_and_one_row_drafters_work(
-    tmp_path: Path, target_folder: Path, draft_folder: Path, expected: Any
-) -> None:
+    tmp_path, target_folder, draft_folder, expected
+):
     """Catches rows of a batch that see each other, and more rows than a drafter decodes given to it."""
     assert run(write_config(tmp_path / "one", target_folder, batch=1)) == expected[0]
     ouroboros = {"drafter": "ouroboros", "draft_model": str(draft_folder)}
     assert run(write_config(tmp_path / "many", target_folder, batch=5, drafter=ouroboros)) == expected[0]
 
 
-def test_prompts_of_more_tokens_than_their_text_lets_expect(
-    tmp_path: Path, target_folder: Path, expected: tuple[list[dict[str, Any]], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_more_tokens_than_their_text_lets_expect(tmp_path, target_folder, expected, monkeypatch):
     """A prompt longer than its class is put off, not lost, cut or a crash: of this tokenizer a byte is a token."""
     monkeypatch.setattr(target_answers, "SHORTEST", 8)
     put_off: list[int] = []
@@ -166,23 +156,12 @@ def test_prompts_of_more_tokens_than_their_text_lets_expect(
     assert len(put_off) > 13  # each of the 13 turns once, and again where it was put off
 
 
-def test_the_output_feeds_the_feature_store(tmp_path: Path, target_folder: Path) -> None:
-    """Catches records that data_prep.features drops: empty answers, wrong roles, special tokens in the text."""
-    config = write_config(tmp_path, target_folder, temperature=1.0)
-    records = run(config)
-    counts = ReadCounts()
-    assert [one.id for one in read_dialogues(tmp_path / "new.jsonl", counts)] == [record["id"] for record in records]
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
-    encoded = encode_split(str(tmp_path / "new.jsonl"), chat, 512)
-    assert encoded.counts.dropped == {} and len(encoded.dialogues) == len(records) >= 3
-
-
 class Killed(BaseException):
-    """Stands for a kill: nothing may catch it."""
+    """A simulated kill, which nothing may catch."""
 
 
 def run_killed(monkeypatch: pytest.MonkeyPatch, batches: int, config: Path, *arguments: str) -> None:
-    """A run that dies right after its so-many-th batch was written."""
+    """A run that dies right after it has written this number of batches."""
     left = [batches]
     write = AnswerJournal.write
 
@@ -198,9 +177,7 @@ def run_killed(monkeypatch: pytest.MonkeyPatch, batches: int, config: Path, *arg
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_killed_run_goes_on_and_writes_what_it_would_have_written(
-    temperature: float, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_and_writes_what_it_would_have_written(temperature, tmp_path, target_folder, monkeypatch):
     """Catches a turn done twice or left out, and seeds that depend on where a run began."""
     whole = run(write_config(tmp_path / "whole", target_folder, temperature=temperature))
     written: list[Turn] = []
@@ -220,71 +197,41 @@ def test_a_killed_run_goes_on_and_writes_what_it_would_have_written(
     assert facts(config)["tokens"] == facts(tmp_path / "whole" / "regenerate.yaml")["tokens"]
 
 
-def test_a_kill_in_the_middle_of_a_line_costs_one_batch(tmp_path: Path, target_folder: Path) -> None:
-    """Catches a torn last line that stops the next start, or that the next line is glued to. A real kill -9."""
-    whole = run(write_config(tmp_path / "whole", target_folder, temperature=1.0))
-    config = write_config(tmp_path / "killed", target_folder, temperature=1.0)
-    program = (
-        "import json, os, signal, sys\n"
-        "from data_prep import regenerate\n"
-        "from data_prep.answers import journal\n"
-        "write, count = journal.AnswerJournal.write, []\n"
-        "def torn(self, batch):\n"
-        "    if len(count) == 2:\n"
-        '        os.write(self._file.fileno(), b\'{"turns": [{"index": 1\')\n'
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    count.append(write(self, batch))\n"
-        "journal.AnswerJournal.write = torn\n"
-        f"regenerate.main(['--config', {str(config)!r}])\n"
-    )
-    (tmp_path / "torn.py").write_text(program)
-    killed = tiny_run.begin([sys.executable, str(tmp_path / "torn.py")], tmp_path / "torn.log")
-    assert killed.wait(120) == -signal.SIGKILL, killed.log.read_text()
-    journal = tmp_path / "killed" / "new.jsonl.unfinished" / "rank-0-of-1.jsonl"
-    assert not journal.read_bytes().endswith(b"\n") and len(read_journals(journal.parent)) == 2
-    assert run(config) == whole
-
-
-def test_damaged_lines_are_done_again(
-    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a journal with a block of zeros, as a power cut leaves it, that ends the run or loses dialogues."""
+def test_damaged_lines_are_done_again(tmp_path, target_folder, expected, monkeypatch):
+    """Catches a damaged or torn line of a journal that ends the run, loses dialogues, or joins with the next line."""
     config = write_config(tmp_path, target_folder)
     run_killed(monkeypatch, 4, config)
     journal = tmp_path / "new.jsonl.unfinished" / "rank-0-of-1.jsonl"
     lines = journal.read_bytes().splitlines()
-    journal.write_bytes(b"\n".join([lines[0], b"\0" * 50, b'{"turns": 3}', b"[1]", lines[3]]) + b"\n")
+    torn = b'{"turns": [{"index": 1'
+    journal.write_bytes(b"\n".join([lines[0], b"\0" * 50, b'{"turns": 3}', b"[1]", lines[3], torn]))
     assert run(config) == expected[0]
 
 
-def test_finished_runs_are_not_repeated_and_others_are_refused(
-    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_runs_are_not_repeated_and_others_are_refused(tmp_path, target_folder, monkeypatch, capsys):
     """Catches answers of two settings in one file, an hour spent again because a batch size changed, and a
     replaced file that is taken for the target's own answers."""
     config = write_config(tmp_path, target_folder, count=3)
     run_killed(monkeypatch, 1, config)
-    with pytest.raises(ValueError, match=r"unfinished was made with other settings: temperature was 0.0, is 0.5"):
+    with refused(r"unfinished was made with other settings: temperature was 0.0, is 0.5"):
         run(config, "temperature=0.5")
     run(config, "batch=2", "drafter={drafter: prompt_lookup}")
     monkeypatch.setattr(TargetModel, "from_pretrained", lambda *a, **k: pytest.fail("the target was loaded again"))
     run(config, "batch=1")
     assert "finished already: 3 of 3 dialogues" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"new.jsonl was made with other settings: seed was 0, is 1; undo that"):
+    with refused(r"new.jsonl was made with other settings: seed was 0, is 1; undo that"):
         run(config, "seed=1")
     answers = (tmp_path / "new.jsonl").read_text()
     (tmp_path / "new.jsonl").write_text(answers.replace("Tell", "Ask"))
-    with pytest.raises(ValueError, match=r"new.jsonl was changed or replaced .*delete both"):
+    with refused(r"new.jsonl was changed or replaced .*delete both"):
         run(config)
     (tmp_path / "new.jsonl").write_text(answers)
     (tmp_path / "source.jsonl").write_text(json.dumps(dialogue(9)))
-    with pytest.raises(ValueError, match="source_digest was"):
+    with refused("source_digest was"):
         run(config)
 
 
-def test_processes_share_the_work_and_the_last_one_merges(
-    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_work_and_the_last_one_merges(tmp_path, target_folder, expected, monkeypatch):
     """Catches shares that overlap or leave dialogues out, a merge before all are done, and a second merge."""
     config = write_config(tmp_path, target_folder)
     assert run(config, "--rank", "2", "--ranks", "3") == []
@@ -297,29 +244,25 @@ def test_processes_share_the_work_and_the_last_one_merges(
     assert (tmp_path / "new.jsonl").stat().st_mtime_ns == before
 
 
-def test_another_number_of_processes_goes_on_with_the_same_run(
-    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_processes_goes_on_with_the_same_run(tmp_path, target_folder, expected, monkeypatch):
     """Catches work that is lost or mixed up when a run of two processes is finished by one."""
     config = write_config(tmp_path, target_folder)
     run_killed(monkeypatch, 2, config, "--rank", "1", "--ranks", "2")
     identity = json.loads((tmp_path / "new.jsonl.unfinished" / "run.json").read_text())
     with AnswerJournal(tmp_path / "new.jsonl.unfinished", identity, Rank(1, 2)):
-        with pytest.raises(ValueError, match="so by 2 processes, and this is one of 1"):
+        with refused("so by 2 processes, and this is one of 1"):
             run(config)
-        with pytest.raises(ValueError, match="written by process .*rank 1 of 2; .*own --rank"):
+        with refused("written by process .*rank 1 of 2; .*own --rank"):
             run(config, "--rank", "1", "--ranks", "2")
     assert run(config) == expected[0]
 
 
-def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
-    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_during_the_merge_leaves_it_to_the_next_start(tmp_path, target_folder, expected, monkeypatch):
     """Catches an output without its summary taken for a stranger's file, and journals deleted too early."""
     config = write_config(tmp_path, target_folder)
     replace_text = finished.replace_text
 
-    def dies(path: Path, text: str) -> None:
+    def dies(path, text):
         if path.suffix == ".json":
             raise Killed
         replace_text(path, text)
@@ -333,12 +276,8 @@ def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
 
 
 def test_a_limit_of_time_leaves_out_the_rest_and_counts_what_a_killed_run_spent(
-    tmp_path: Path,
-    target_folder: Path,
-    expected: tuple[list[dict[str, Any]], int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, target_folder, expected, monkeypatch, capsys
+):
     """A run told to take minutes that takes hours; or one that loses its answers, or starts its clock again."""
     config = write_config(tmp_path, target_folder, minutes=60, temperature=1.0)
     run_killed(monkeypatch, 2, config)
@@ -354,31 +293,12 @@ def test_a_limit_of_time_leaves_out_the_rest_and_counts_what_a_killed_run_spent(
     assert "out_of_time" in capsys.readouterr().out
 
 
-def test_a_full_disk_costs_one_batch(
-    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a bare OSError, and answers lost with it."""
-    config = write_config(tmp_path, target_folder)
-    fsync, calls = os.fsync, []
-
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"disk is full.*is kept.*again to continue"):
-        patch.setattr("data_prep.answers.journal.os.fsync", full)
-        run(config)
-    assert run(config) == expected[0]
-
-
 @pytest.fixture(scope="module")
-def answers(target_folder: Path) -> Callable[..., TargetAnswers]:
+def answers(target_folder):
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
+    chat = ChatTokenizer(chatml())
 
-    def make(**changes: Any) -> TargetAnswers:
+    def make(**changes):
         writing = Writing(**{"max_new_tokens": NEW, "max_context": 256, **changes})
         return TargetAnswers(target, make_drafter("autoregressive", target), chat, writing, 4)
 
@@ -390,7 +310,7 @@ def conversation(index: int, *questions: str) -> Conversation:
     return Conversation(index, Dialogue(str(index), tuple(messages)))
 
 
-def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> None:
+def test_what_becomes_of_an_answer(answers):
     """Catches the end-of-turn token in the text, blank answers kept, special tokens kept, and cut ones not counted."""
     ours, dropping = answers(), answers(truncated="drop")
     ids = ours.chat.tokenizer("Hello!", add_special_tokens=False)["input_ids"]
@@ -417,9 +337,7 @@ THINKING = {  # templates whose prompts open the reasoning
 
 
 @pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
-def test_reasoning_that_the_prompt_opens_is_no_answer(
-    template: str, answers: Callable[..., TargetAnswers], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasoning_that_the_prompt_opens_is_no_answer(template, answers, monkeypatch):
     """Catches cut reasoning stored as the answer where the prompt ends with <think>, so that no answer begins so."""
     ours, one = answers(), conversation(0, "What is 1?")
     monkeypatch.setattr(ours, "chat", ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>")))
@@ -434,7 +352,7 @@ def test_reasoning_that_the_prompt_opens_is_no_answer(
         assert [turn.end for turn in made.turns] == ["only_reasoning"]
 
 
-def test_an_answer_ends_where_the_template_says(answers: Callable[..., TargetAnswers]) -> None:
+def test_an_answer_ends_where_the_template_says(answers):
     """Catches answers that run to the limit and are dropped: the target's EOS is not its template's end of turn."""
     ours = answers()
     ours.chat.tokenizer.eos_token = "<|endoftext|>"
@@ -442,14 +360,14 @@ def test_an_answer_ends_where_the_template_says(answers: Callable[..., TargetAns
     assert text_ends(ours.target, ours.chat) == {0, 1} and turn_ends(ours.target, ours.chat) == {0, 1, end}
 
 
-def test_dialogues_with_tools_are_not_answered() -> None:
+def test_dialogues_with_tools_are_not_answered():
     """Catches new answers to a dialogue whose calls are not run, with the results of the old calls left out."""
     definitions = {"role": "user", "content": "Rain?", "tools": [{"name": "weather"}]}
     one = Conversation(0, Dialogue("x", (definitions, {"role": "assistant", "content": "No."})))
     assert one.done and one.dropped == "tools" and one.result() is None
 
 
-def test_a_dialogue_ends_where_there_is_no_room(answers: Callable[..., TargetAnswers]) -> None:
+def test_a_dialogue_ends_where_there_is_no_room(answers):
     """Catches one long prompt that ends the whole run, and dialogues without a turn that are kept."""
     ours = answers(max_context=60)
     long = "why? " * 20
@@ -471,7 +389,7 @@ def test_a_dialogue_ends_where_there_is_no_room(answers: Callable[..., TargetAns
         assert result is not None and [m["role"] for m in result.messages] == ["user", "assistant"]
 
 
-def test_a_conversation_takes_each_turn_once() -> None:
+def test_a_conversation_takes_each_turn_once():
     """Catches an answer counted twice when two journals hold it, turns taken out of order, and a refusal that stays."""
     one = conversation(0, "a", "b", "c")
     one.take(Turn(0, 1, "too early"))
@@ -493,108 +411,49 @@ def test_a_conversation_takes_each_turn_once() -> None:
     assert not again[1].done
 
 
-def test_groups_hold_similar_dialogues_and_do_not_depend_on_what_is_done(answers: Callable[..., TargetAnswers]) -> None:
-    """Catches one-turn dialogues that wait for ten-turn ones, and groups that change when a run goes on."""
-    rows = [conversation(index, *["q" * (index % 5 + 1)] * (1 + index % 2)) for index in range(16)]
-    groups = answers().groups(rows)
-    assert sorted(one.index for group in groups for one in group) == list(range(16))
-    assert all(len({len(one.questions) for one in group}) == 1 for group in groups)
-    rows[3].take(Turn(3, 0, "done"))
-    assert [[one.index for one in group] for group in answers().groups(rows)] == [
-        [one.index for one in group] for group in groups
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"target": None}, "give either target .* or endpoint"),
-        ({"endpoint": {"url": "http://localhost:1/v1", "model": "m"}}, "give either target .* or endpoint"),
         ({"drafter": {"drafter": "mjsd", "draft_model": "x"}}, "'mjsd' is lossy"),
-        ({"drafter": {"drafter": "eagel"}}, "did you mean 'eagle'"),
         ({"drafter": {"drafter": "eagle", "checkpoint": "."}}, "config.json"),
         ({"drafter": {"drafter": "prompt_lookup", "gama": 3}}, "gama"),
         ({"max_new_tokens": 256}, "max_new_tokens is 256, but .* was made for 256 tokens"),
         ({"max_context": 512}, "max_context is 512, but .* was made for 256 tokens"),
         ({"max_context": 8}, "leaves no room for a prompt"),
-        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0 .found -1"),
-        ({"top_p": 0}, "top_p: Input should be greater than 0 .found 0"),
-        ({"source": "nothing.jsonl"}, "no data file at nothing.jsonl"),
-        ({"truncated": "cut"}, "truncated: .*'keep' or 'drop'"),
         ({"device": "cuda"}, "no GPU is visible"),
-        ({"device_map": "auto"}, "device 'cpu' and device_map 'auto' are both given"),
-        ({"targt": "x"}, "did you mean 'target'"),
     ],
 )
-def test_bad_configs_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_configs_are_refused(changes, message, tmp_path, target_folder, monkeypatch):
     """Catches mistakes that end in a stack trace, or only after the work was done."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         run(write_config(tmp_path, target_folder, **changes))
     assert not (tmp_path / "new.jsonl").exists()
 
 
-def test_a_target_over_several_gpus_is_one_process_a_machine(
-    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches two processes that both fill all of a machine's GPUs."""
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="start one process a machine"):
-        run(write_config(tmp_path, target_folder, device=None, device_map="auto"), "--local_rank=1")
-
-
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an OSError that does not say what to do, or two processes that write one journal."""
-
-    def no_locks(file: Any, how: int) -> None:
-        if "-00000" in file.name:
-            raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(store_lock.fcntl, "flock", no_locks)
-    with pytest.raises(ValueError, match=r"file system of .* cannot lock files"), AnswerJournal(tmp_path, {}, Rank()):
-        pass
-
-
-def test_a_drafter_of_shorter_context_is_refused(
-    tmp_path: Path, target_folder: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_a_drafter_of_shorter_context_is_refused(tmp_path, target_folder, tiny_checkpoint):
     """Catches dialogues that end earlier with a drafter than without one."""
     short = tiny_checkpoint("llama", seed=2, vocab_size=CHAT_VOCAB, max_position_embeddings=128)
     drafter = {"drafter": "speculative", "draft_model": str(short)}
-    with pytest.raises(ValueError, match="max_context is 256, but drafter 'speculative' was made for 128 tokens"):
+    with refused("max_context is 256, but drafter 'speculative' was made for 128 tokens"):
         run(write_config(tmp_path, target_folder, drafter=drafter))
     assert run(write_config(tmp_path, target_folder, drafter=drafter, max_context=128))
 
 
-def test_files_in_the_way_are_refused(tmp_path: Path, target_folder: Path) -> None:
-    """Catches somebody's file, or the source itself, overwritten; and ranks that do not exist."""
+def test_files_in_the_way_are_refused(tmp_path, target_folder):
+    """Catches another program's file, or the source itself, overwritten."""
     config = write_config(tmp_path, target_folder)
     (tmp_path / "new.jsonl").write_text("mine")
-    with pytest.raises(ValueError, match="was not written by this program"):
+    with refused("was not written by this program"):
         run(config)
     assert (tmp_path / "new.jsonl").read_text() == "mine"
-    with pytest.raises(ValueError, match="is the source"):
+    with refused("is the source"):
         run(config, f"out={tmp_path / 'source.jsonl'}")
-    with pytest.raises(ValueError, match="is a folder"):
-        run(config, f"out={tmp_path}")
-    with pytest.raises(ValueError, match="--rank 2 of --ranks 2: ranks count from 0"):
-        run(config, "--rank", "2", "--ranks", "2")
-    with pytest.raises(ValueError, match="give both --rank and --ranks"):
-        run(config, "--rank", "1")
 
 
-def test_no_dialogue_left_is_an_error(tmp_path: Path, target_folder: Path) -> None:
+def test_no_dialogue_left_is_an_error(tmp_path, target_folder):
     """Catches an empty training set that is found only by the next program."""
-    with pytest.raises(ValueError, match="no dialogue is left: 0 of 7 dialogues.*no_room 7"):
+    with refused("no dialogue is left: 0 of 7 dialogues.*no_room 7"):
         run(write_config(tmp_path, target_folder, max_context=12))
     assert not (tmp_path / "new.jsonl").exists()
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/regenerate/*.yaml")), ids=lambda path: path.name)
-def test_shipped_configs_are_valid(path: Path) -> None:
-    """Catches a key of a shipped config that the schema no longer knows."""
-    config = load_config(regenerate.RegenerateConfig, path)
-    assert (config.target is None) != (config.endpoint is None)

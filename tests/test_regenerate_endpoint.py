@@ -4,13 +4,13 @@ import email.utils
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from chat_server import ChatServer, completion, error, ok, shout
+from programs import refused
 
 from data_prep import regenerate
 from data_prep.answers import endpoint as endpoint_answers
@@ -21,7 +21,7 @@ KEY = "sk-very-secret-4711"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """No proxy between the test and its server, no key from outside, short waits."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ChatServer]:
+def server():
     with ChatServer() as running:
         yield running
 
@@ -79,7 +79,7 @@ def content(body: dict[str, Any]) -> str:
     return body["messages"][-1]["content"]
 
 
-def test_whole_dialogues_are_answered_side_by_side(tmp_path: Path, server: ChatServer) -> None:
+def test_whole_dialogues_are_answered_side_by_side(tmp_path, server):
     """Catches old answers in the history, a lost system message, records out of order, and requests one by one."""
     server.delay = 0.05
     config = write_config(tmp_path, server)
@@ -97,7 +97,7 @@ def test_whole_dialogues_are_answered_side_by_side(tmp_path: Path, server: ChatS
     assert len(server.bodies) == count
 
 
-def test_sampling_and_extra_keys_reach_the_server(tmp_path: Path, server: ChatServer) -> None:
+def test_sampling_and_extra_keys_reach_the_server(tmp_path, server):
     """Catches one seed for all requests, seeds that change from run to run, and keys that get lost."""
     extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 7, "stop": None}
     run(write_config(tmp_path, server, temperature=0.7, top_p=0.9, top_k=5, seed=3, endpoint={"extra": extra}))
@@ -112,7 +112,7 @@ def test_sampling_and_extra_keys_reach_the_server(tmp_path: Path, server: ChatSe
     assert {content(body): body["seed"] for body in server.asked} == seeds
 
 
-def test_a_server_that_fails_at_times_is_asked_again(tmp_path: Path, server: ChatServer) -> None:
+def test_a_server_that_fails_at_times_is_asked_again(tmp_path, server):
     """Catches a dialogue that is lost, or answered by half a reply, because of one bad moment of the server."""
     bad = [
         error(500, "out of luck"),
@@ -132,34 +132,30 @@ def test_a_server_that_fails_at_times_is_asked_again(tmp_path: Path, server: Cha
     assert len(server.bodies) > 30  # all kinds of failures came
 
 
-@pytest.mark.parametrize("kind", ["seconds", "date"])
-def test_retry_after_is_honoured(
-    kind: str, tmp_path: Path, server: ChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retry_after_is_honoured(tmp_path, server, monkeypatch):
     """Catches a server that asks for a pause and is asked again at once, and one that asks for an hour."""
     times: list[float] = []
 
-    def misbehave(body: dict[str, Any], number: int) -> Any:
+    def misbehave(body, number):
         times.append(time.time())
-        when = "1" if kind == "seconds" else email.utils.formatdate(time.time() + 2, usegmt=True)
-        return error(429, "slow down", Retry_After=when) if number == 1 else None
+        return error(429, "slow down", Retry_After="1") if number == 1 else None
 
     server.misbehave = misbehave
     assert run(write_config(tmp_path, server, count=1))
     assert 0.9 <= times[2] - times[1] < 4
     assert endpoint_answers._retry_after("soon") == endpoint_answers._retry_after(None) == 0.0
+    assert 50 < endpoint_answers._retry_after(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 60
     monkeypatch.setattr(endpoint_answers, "LONGEST_WAIT", 0.05)
-    times.clear()
     server.bodies.clear()
     server.misbehave = lambda body, number: error(503, "x", Retry_After="3600") if number == 1 else None
     (tmp_path / "hour").mkdir()
     assert run(write_config(tmp_path / "hour", server, count=1))
 
 
-def test_a_server_that_dies_midway_costs_nothing(tmp_path: Path) -> None:
+def test_a_server_that_dies_midway_costs_nothing(tmp_path):
     """Catches answers lost when the server goes away, and work done twice when another one takes over."""
 
-    def dies(body: dict[str, Any], number: int) -> Any:
+    def dies(body, number):
         time.sleep(0.5 if number == 8 else 0)  # answered when the run has failed already
         return b"" if number >= 9 else None
 
@@ -177,16 +173,16 @@ def test_a_server_that_dies_midway_costs_nothing(tmp_path: Path) -> None:
         assert len(second.asked) == sum(1 + index % 3 for index in range(12)) - 8
 
 
-def test_settings_that_change_the_answers_are_refused(tmp_path: Path, server: ChatServer) -> None:
+def test_settings_that_change_the_answers_are_refused(tmp_path, server):
     """Catches answers of two models in one file."""
     config = write_config(tmp_path, server, count=2)
     run(config)
-    with pytest.raises(ValueError, match="endpoint.model was 'loud-7b', is 'quiet-7b'"):
+    with refused("endpoint.model was 'loud-7b', is 'quiet-7b'"):
         run(config, "endpoint.model=quiet-7b")
     run(config, "endpoint.timeout=7", "endpoint.concurrency=1")
 
 
-def test_what_becomes_of_odd_answers(tmp_path: Path, server: ChatServer) -> None:
+def test_what_becomes_of_odd_answers(tmp_path, server):
     """Catches null content as the text "None", cut answers that are not counted, one bad dialogue that ends a run."""
     odd = {
         "question 0.0": completion(None),
@@ -219,12 +215,10 @@ def test_what_becomes_of_odd_answers(tmp_path: Path, server: ChatServer) -> None
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-def test_reasoning_is_kept_beside_the_answer(
-    key: str, tmp_path: Path, server: ChatServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reasoning_is_kept_beside_the_answer(key, tmp_path, server, capsys):
     """Catches a target's reasoning dropped, so that its features begin with an answer that it would not give there."""
 
-    def thinks(body: dict[str, Any], number: int) -> Any:
+    def thinks(body, number):
         only = content(body) == "question 1.1"
         message = {"content": None if only else "Four.", key: "Two and two.", "reasoning_details": None}
         choice = {"message": message, "finish_reason": "length" if only else "stop"}
@@ -243,14 +237,12 @@ def test_reasoning_is_kept_beside_the_answer(
     assert read_back.messages[1]["reasoning_content"] == "Two and two."
 
 
-def test_too_many_refusals_end_the_run_and_are_tried_again(
-    tmp_path: Path, server: ChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a run that drops everything because of one setting, and dialogues that stay dropped when it is mended."""
+def test_too_many_refusals_end_the_run_and_are_tried_again(tmp_path, server, monkeypatch):
+    """Catches a run that drops everything because of one setting, and dialogues that stay dropped when it is fixed."""
     monkeypatch.setattr(endpoint_answers, "MOST_LOST", 3)
     server.misbehave = lambda body, number: None if number < 6 else error(422, "n must be positive")
     config = write_config(tmp_path, server, count=12)
-    with pytest.raises(ValueError, match=r"3 of \d+ requests .*422 .*n must be positive.*tried again"):
+    with refused(r"3 of \d+ requests .*422 .*n must be positive.*tried again"):
         run(config)
     server.misbehave = lambda body, number: None
     assert run(config) == [expected(index) for index in range(12)]
@@ -260,19 +252,14 @@ def test_too_many_refusals_end_the_run_and_are_tried_again(
     ("reply", "message"),
     [
         (error(401, "Incorrect API key provided"), "401 .*Incorrect API key provided.*OPENAI_API_KEY was sent"),
-        (error(404, "The model `x` does not exist"), "404 .*The model `x` does not exist"),
         (error(400, "unknown field", "bad_field"), r"400 .*unknown field \(bad_field\)"),
         ((404, b'{"detail":"Not Copy"}', {}), "404 .*Not Copy"),
         ((405, b"", {}), "405 .*no explanation"),
-        ((418, b"I am a teapot", {}), "418 .*I am a teapot"),
         ((301, b"", {"Location": "https://elsewhere/v1"}), "redirects to https://elsewhere/v1"),
-        ((200, b"<html>a login page", {}), "no chat completion: '<html>a login page'"),
-        (error(500, "CUDA error"), "500 .*CUDA error"),
+        ((200, b"<html>a login page", {}), "did not send a chat completion: '<html>a login page'"),
     ],
 )
-def test_refusals_name_the_servers_words_at_once(
-    reply: Any, message: str, tmp_path: Path, server: ChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_name_the_servers_words_at_once(reply, message, tmp_path, server, monkeypatch):
     """Catches a wrong key, model or address that is found after hours, or told as a bare HTTP status."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     server.misbehave = lambda body, number: reply
@@ -281,13 +268,7 @@ def test_refusals_name_the_servers_words_at_once(
     assert len(server.bodies) <= 2 and len({len(body["messages"]) for body in server.bodies}) == 1
 
 
-def test_the_key_is_sent_and_shown_nowhere(
-    tmp_path: Path,
-    server: ChatServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_key_is_sent_and_shown_nowhere(tmp_path, server, monkeypatch, capfd, caplog):
     """Catches the key in an error (servers echo it), in a log, in the journal or in the summary."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("MY_KEY", f" {KEY}\n")
@@ -310,32 +291,21 @@ def test_the_key_is_sent_and_shown_nowhere(
     printed = capfd.readouterr()
     assert KEY not in printed.out + printed.err + caplog.text
     monkeypatch.setenv("MY_KEY", "sk-\u20ac")
-    with pytest.raises(ValueError, match="MY_KEY holds no valid API key"):
+    with refused("MY_KEY holds no valid API key"):
         run(config, f"out={tmp_path / 'third.jsonl'}")
-
-
-def test_a_server_that_hangs_is_given_up(tmp_path: Path, server: ChatServer) -> None:
-    """Catches a run that waits for ever."""
-    server.delay = 1.0
-    with pytest.raises(OSError, match="cannot be reached: timed out"):
-        run(write_config(tmp_path, server, endpoint={"timeout": 0.2, "retries": 0}))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"endpoint": {"url": "localhost:8000/v1"}}, "give an address like"),
-        ({"endpoint": {"url": "http://user:pass@localhost/v1"}}, "no user, password or query"),
-        ({"endpoint": {"url": "http://localhost/v1?key=x"}}, "no user, password or query"),
-        ({"endpoint": {"concurrency": 0}}, "concurrency"),
-        ({"endpoint": {"modell": "x"}}, "did you mean 'model'"),
+        ({"endpoint": {"url": "http://user:pass@localhost/v1"}}, "without user, password or query"),
         ({"batch": 4, "drafter": {"drafter": "eagle"}}, "batch, drafter: only for a target"),
-        ({"target": "checkpoints/stdlib-target"}, "give either target"),
     ],
 )
-def test_bad_configs_are_refused(changes: dict[str, Any], message: str, tmp_path: Path, server: ChatServer) -> None:
+def test_bad_configs_are_refused(changes, message, tmp_path, server):
     """Catches a password in an address, which would get into logs, and keys that do nothing."""
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message) as caught:
         run(write_config(tmp_path, server, **changes))
     assert not server.bodies
     assert "pass@" not in str(caught.value)

@@ -336,7 +336,13 @@ LINES: dict[str, tuple[Main, Line]] = {  # programs without --config: what is ty
     ),
     "datastore": (
         data_prep.datastore.main,
-        lambda trap, folder: [str(folder / TEXT), "--out", str(folder / "x"), "--target", str(trap.strange)],
+        lambda trap, folder: [
+            str(folder / TEXT),
+            "--out",
+            str(folder / "x.safetensors"),
+            "--target",
+            str(trap.strange),
+        ],
     ),
     "start": (
         train.start.main,

@@ -42,9 +42,9 @@ HOUSE = {
         "layouts",
         "cli",
     ],
-    "data_prep": ["common", "dialogues", "store", "answers", "extraction"],
+    "data_prep": ["common", "dialogues", "configs", "store", "answers", "extraction"],
     "train": ["core", "configs", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
-    "eval": ["prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
+    "eval": ["prompts", "entries", "configs", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 
 

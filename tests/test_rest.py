@@ -177,12 +177,12 @@ def test_the_program(tmp_path: Path, target_folder: Path, capsys: pytest.Capture
     record = {"id": "a", "conversations": [{"from": who, "value": said} for who, said in turns]}
     (tmp_path / "answers.jsonl").write_text(json.dumps(record) + "\n")
     out = tmp_path / "out" / "store.safetensors"
-    assert program.main([str(tmp_path / "answers.jsonl"), "--target", target.name, "--out", str(out)]) == 0
+    program.main([str(tmp_path / "answers.jsonl"), "--target", target.name, "--out", str(out)])
     store = load_datastore(str(out), target)
     assert f"2 texts, {len(store.tokens)} tokens" in capsys.readouterr().out
     assert store.tokens.tolist().count(BETWEEN) == 2 and out.stat().st_size < 8 * len(store.tokens) + 1024
     (tmp_path / "text.txt").write_text("it is this and that")
-    assert program.main([str(tmp_path / "text.txt"), "--target", target.name, "--out", str(out)]) == 0
+    program.main([str(tmp_path / "text.txt"), "--target", target.name, "--out", str(out)])
     assert load_datastore(str(out), target).tokens.tolist().count(BETWEEN) == 1
     with pytest.raises(ValueError, match="does not end in .safetensors"):
         program.main([str(tmp_path / "text.txt"), "--target", target.name, "--out", str(tmp_path / "x.bin")])

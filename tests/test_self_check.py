@@ -159,25 +159,24 @@ def build(family: str, with_massive: bool) -> PreTrainedModel:
     return make(family)
 
 
-@pytest.mark.parametrize("with_massive", [False, True], ids=["plain", "massive"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "with_massive"), [("bfloat16", False), ("bfloat16", True), ("float32", True)])
 @pytest.mark.parametrize("wrong", OURS)
 def test_wrong_layers_are_refused(wrong: str, dtype: str, with_massive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a tolerance so wide, or a scale so large (a massive activation's), that a wrong layer passes."""
     model = build(SHOWN_BY.get(wrong, "llama"), with_massive)
     load(copy.deepcopy(model), dtype)
     OURS[wrong](monkeypatch)
-    where = rf"layer {DEEP // 2} of {DEEP}" if wrong == "one layer of many" else "layer 0 of 4|its final norm"
-    with pytest.raises(ValueError, match=rf"it \(\w+\) run layer by layer is not the model: ({where}).*off by"):
+    where = rf"layer {DEEP // 2} of {DEEP}" if wrong == "one layer of many" else r"layer \d of 4|row \d|its final norm"
+    with pytest.raises(ValueError, match=rf"it \(\w+\) run layer by layer is not the model: ({where}).*engine: eager"):
         load(model, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("wrong", ["rope's frequencies", "windows left out"])
 def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a check of the engine "eager" that only compares transformers' layers with themselves."""
     OURS[wrong](monkeypatch)
-    with pytest.raises(ValueError, match="layer 0 of 4 .* adds something else"):
+    with pytest.raises(ValueError, match="(layer|row) .* adds something else"):
         load(build(SHOWN_BY.get(wrong, "llama"), False), dtype, "eager")
 
 
@@ -206,7 +205,7 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
         return out.roll(1, -1) if hidden.shape[1] == 1 and hidden.dtype != torch.float32 else out
 
     monkeypatch.setattr(FusedAttention, "__call__", single)
-    with pytest.raises(ValueError, match="row 8 in most layers"):
+    with pytest.raises(ValueError, match="row 4 adds something else"):
         load(model, dtype)
 
 
@@ -262,17 +261,16 @@ def _between(model: Any) -> None:
 
 
 THEIRS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "scaled embedding": (_scaled_embedding, "its first layer gets something else than its embedding gives"),
+    "scaled embedding": (_scaled_embedding, "layer 0 of 4 .* gets something else than its embedding gives"),
     "capped logits": (_of_output("logits", lambda x: 30 * (x / 30).tanh()), "its logits are not what its LM head"),
     "scaled logits": (_of_output("logits", lambda x: x / 8), "its logits are not what its LM head gives"),
     "scaled features": (_of_output("last_hidden_state", lambda x: x / 8), "its LM head gets something else"),
-    "scaled between layers": (_between, "layer 1 of 4 gets something else than layer 0 gives"),
+    "scaled between layers": (_between, "layer 1 of 4 .* gets something else than layer 0 of 4"),
     "another LM head": (_scaled_head, "its LM head gives something else"),
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_massive", [False, True], ids=["plain", "massive"])
+@pytest.mark.parametrize(("dtype", "with_massive"), [("bfloat16", True), ("float32", False)])
 @pytest.mark.parametrize("wrong", THEIRS)
 def test_models_that_do_more_are_refused(wrong: str, with_massive: bool, dtype: str) -> None:
     """Catches scales and caps of other families decoded as Llama's; the cap although small logits hardly show it."""
@@ -298,7 +296,7 @@ def test_another_familys_layers_are_refused(dtype: str, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     load(copy.deepcopy(model), dtype, "eager")
-    with pytest.raises(ValueError, match=r"layer 0 of 4 \(GraniteDecoderLayer\) adds something else"):
+    with pytest.raises(ValueError, match=r"layer \d of 4 adds something else.*\(GraniteDecoderLayer\)"):
         load(model, dtype)
 
 
@@ -306,7 +304,7 @@ def test_values_that_overflow_are_said_to() -> None:
     """Catches "off by nan" where the dtype is too small for the model itself."""
     model: Any = tiny.build("llama")
     model.model.layers[2].mlp.down_proj.weight.data *= 1e6
-    with pytest.raises(ValueError, match="infinite values by itself, in float16 from layer 2 of 4 on; load it with"):
+    with pytest.raises(ValueError, match="layer 2 of 4 .* gives infinite values in float16; load it with"):
         load(model, "float16")
 
 

@@ -237,7 +237,7 @@ def test_capture_refuses(gpu: SimulatedCuda) -> None:
 
 
 def test_a_graph_does_not_keep_memory(gpu: SimulatedCuda) -> None:
-    """Catches buffers that nobody keeps: a graph knows them by their address, which others are given then."""
+    """Catches buffers that are freed while a graph uses their addresses."""
     with torch.inference_mode():
         buffer, weight = torch.ones(3, device="cuda"), torch.ones(3, device="cuda")
         alias = buffer[:2]

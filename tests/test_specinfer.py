@@ -40,7 +40,7 @@ def whole_p(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("models", [[0], [0, 1], [1, 0], [2, 1], [0, 0], [0, 1, 2]])
 def test_committed_tokens_follow_the_target(models: list[int]) -> None:
-    """Catches any bias in the next three tokens, in whatever order the models are tried: exact to rounding."""
+    """Catches any bias in the next three tokens, in any order of the models: exact to rounding."""
     assert bias(committed([Q[model] for model in models], run_trials)) < 1e-12
 
 

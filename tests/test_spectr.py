@@ -11,7 +11,7 @@ from distribution import LIMIT, VOCAB, WARPS, deviation, toy
 from enumeration import Q, accepted, bias, committed, deduplicated, sampled
 from rigged import perturbed
 
-from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters import Sampling, TargetModel, generate
 from drafters.drafting.merged_tree import MergedTree, Trials
 from drafters.loop.acceptance import Rule
 from drafters.loop.sampling import residual
@@ -225,14 +225,3 @@ def test_output_is_distributed_as_the_targets(options: dict[str, float], warp: i
     """Catches q without its warps, of another level or at another temperature, where the whole loop hands it over."""
     drafter = SpecTrDrafter.from_options(toy(), draft_model=toy(1, 1), **({"gamma": 3} | options))  # type: ignore[arg-type]
     assert deviation(drafter, WARPS[warp]) < LIMIT
-
-
-def test_greedy_drafts_one_chain() -> None:
-    """Catches k copies of one chain drafted and verified at temperature 0, and steps unlike speculative decoding's."""
-    target = target_of("llama")
-    draft_model = perturbed(target, 0.05)
-    runs = [
-        generate(target, make_drafter(name, target, draft_model=draft_model, gamma=3), [prompt(9)], max_new_tokens=30)
-        for name in ("spectr", "speculative")
-    ]
-    assert runs[0].tokens.tolist() == runs[1].tokens.tolist() and runs[0].trace.steps == runs[1].trace.steps

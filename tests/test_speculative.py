@@ -1,52 +1,35 @@
-"""Speculative decoding: drafts are the draft model's own, and a strange vocabulary is refused."""
+"""Speculative decoding under the suite, with drafts wholly, partly and never accepted; a strange vocabulary."""
 
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
+import conformance
 import pytest
 import tiny
-import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import target_of
 from rigged import perturbed
 from transformers import PreTrainedModel
 
-from drafters import TargetModel, generate, make_drafter
-from drafters.loop.sampling import Sampling
-from drafters.loop.state import DecodeState
-from drafters.loop.tree import DraftTree
+from drafters import TargetModel, make_drafter
 from drafters.methods.speculative import SpeculativeDrafter
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_are_the_draft_models(temperature: float) -> None:
-    """Catches a draft cache that lacks the last token after full acceptance, or keeps rejected ones: tau falls."""
-    target = target_of("llama")
-    draft_model = perturbed(target, 0.05)
-    drafter = SpeculativeDrafter.from_options(target, draft_model=draft_model, gamma=3)
-    propose, accepted = drafter.propose, set()
+def stranger(target: TargetModel) -> SpeculativeDrafter:
+    """A draft model of other weights, shape and depth."""
+    return SpeculativeDrafter.from_options(
+        target, draft_model=TargetModel(tiny.build("qwen3", seed=7, num_hidden_layers=2)), gamma=3
+    )
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
-        if draft.size == 0:
-            return draft
-        known = state.tokens[0]
-        logits = draft_model.model(torch.tensor([known + draft.tokens[0].tolist()])).logits[:, len(known) - 1 : -1]
-        if temperature == 0:
-            assert draft.q is None and torch.equal(draft.tokens, logits.argmax(-1))
-        else:
-            assert draft.q is not None
-            expected = Sampling(temperature, 30, 0.95).probabilities(logits)
-            torch.testing.assert_close(draft.q, expected, atol=1e-4, rtol=1e-3)
-            assert bool((draft.q.gather(2, draft.tokens[..., None]) > 0).all())
-        return draft
 
-    with mock.patch.object(drafter, "propose", checked):
-        for seed in range(3):
-            options = {"max_new_tokens": 20, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95, "seed": seed}
-            result = generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options)
-            accepted |= {step.accepted for step in result.trace.steps}
-    assert {0, 3} <= accepted, "the rig must reject and accept whole drafts"
+TestItself = conformance.suite(
+    lambda target: SpeculativeDrafter.from_options(target, draft_model=target, gamma=5), accepts="all"
+)
+TestPerturbed = conformance.suite(
+    lambda target: SpeculativeDrafter.from_options(target, draft_model=perturbed(target, 0.05), gamma=4),
+    accepts="some",
+    families=("llama", "mixtral"),
+)
+TestStranger = conformance.suite(stranger, families=("mistral",))
 
 
 def test_other_vocabulary_is_refused(

@@ -21,13 +21,9 @@ import yaml
 from chat_formats import dialogue
 
 import train.start
-from data_prep.features import FeaturesConfig
-from data_prep.magpie import MagpieConfig
-from data_prep.regenerate import RegenerateConfig
+from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from drafters.config import validate
-from eval.lossless import LosslessConfig
-from eval.speed import SpeedConfig
-from eval.tune import TuneConfig
+from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
 from train.configs import StartConfig
 from train.plan.configs import page
 from train.plan.facts import Data, Machine, Model, Rates, look_at_model

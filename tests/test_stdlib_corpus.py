@@ -2,13 +2,11 @@
 
 import json
 import sysconfig
-from collections import Counter, namedtuple
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from data_prep import stdlib_corpus
-from data_prep.common import disk
 from data_prep.stdlib_corpus import build_corpus, cut_text, main, objects_of
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -56,7 +54,7 @@ def test_records_are_sharegpt_and_counted(written):
 
 
 def test_no_object_is_in_two_splits():
-    """Catches a held-out method whose code stands in a training dialogue about its class, and drafters that are tuned
+    """Catches a held-out method whose code is in a training dialogue about its class, and drafters that are tuned
     on what they are measured on."""
     splits: dict[str, set[str]] = {}
     answers: dict[str, set[str]] = {}
@@ -92,29 +90,3 @@ def test_cuts_fall_between_lines():
     cut = cut_text(text, 200)
     assert len(cut) <= 200 and text.startswith(cut + "\n")
     assert cut_text("short", 200) == "short"
-
-
-@pytest.mark.parametrize("bad", [{"max_dialogues": 0}, {"max_chars": 5}, {"root": Path("/no/such/place")}])
-def test_bad_arguments_are_named(bad):
-    """Catches a silent empty corpus."""
-    with pytest.raises(ValueError, match=r"max_dialogues|max_chars|no standard library"):
-        build_corpus(**{"root": STDLIB, **bad})
-
-
-def test_a_file_in_the_way_is_named(tmp_path):
-    """Catches a stack trace, after the corpus was made, where --out is a file or lies below one."""
-    (tmp_path / "taken").write_text("mine")
-    for out in (tmp_path / "taken", tmp_path / "taken" / "below"):
-        with pytest.raises(ValueError, match="taken is a file; give a folder"):
-            main(["--out", str(out)])
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-def test_a_full_disk_is_refused_at_the_start(tmp_path, monkeypatch):
-    """Catches a corpus of which the first file alone was written."""
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**9, 10**9 - 5_000, 5_000))
-    monkeypatch.setattr(stdlib_corpus, "build_corpus", lambda *_: [("train", {"category": "", "text": "a" * 9_000})])
-    with pytest.raises(ValueError, match=r"--out .*corpus needs \d.* kB, and 5\.00 kB are free at .*another disk"):
-        main(["--out", str(tmp_path / "corpus")])
-    assert not (tmp_path / "corpus").exists()

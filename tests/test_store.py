@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from programs import refused
 from safetensors import SafetensorError
 
 from data_prep.store.manifest import StoreManifest
@@ -67,7 +68,7 @@ def write_all(path: Path, start: int = 0, stop: int = 3, **changes: Any) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_round_trip(tmp_path: Path, dtype: str) -> None:
+def test_round_trip(tmp_path, dtype):
     """Catches dialogues mixed up at shard borders, a lost dtype, and wrong counts."""
     kind = getattr(torch, dtype)
     with StoreWriter(tmp_path / "store", header(dtype=dtype)) as writer:
@@ -106,7 +107,7 @@ def test_round_trip(tmp_path: Path, dtype: str) -> None:
     ]
 
 
-def test_reading_maps_the_file_and_survives_pickling(tmp_path: Path) -> None:
+def test_reading_maps_the_file_and_survives_pickling(tmp_path):
     """Catches a reader that copies whole shards into memory, holds a file open per shard, or ships them to workers."""
     rows = 400_000
     with StoreWriter(tmp_path, header(taps=[])) as writer:
@@ -132,14 +133,14 @@ def _private_kilobytes() -> int:
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon"))
 
 
-def test_interrupted_writing_continues_to_the_same_bytes(tmp_path: Path) -> None:
+def test_interrupted_writing_continues_to_the_same_bytes(tmp_path):
     """Catches a shard written twice, skipped or left half written when a run dies and starts again."""
     write_all(tmp_path / "whole")
     broken = tmp_path / "broken"
     write_all(broken, stop=2)
     (broken / ".shard-00002.safetensors.tmp").write_bytes(b"half")  # died while writing
     (broken / "shard-00002.safetensors").write_bytes(b"not in the manifest")  # or between shard and manifest
-    with pytest.raises(ValueError, match=r"half written \(3 dialogues in 2 shards so far\); run the same"):
+    with refused(r"half written \(3 dialogues in 2 shards so far\); run the same"):
         FeatureStore.open(broken)
     with StoreWriter(broken, header()) as writer:
         assert writer.manifest.dialogues == 3
@@ -163,78 +164,64 @@ def test_interrupted_writing_continues_to_the_same_bytes(tmp_path: Path) -> None
         ("source_digest", "other"),
     ],
 )
-def test_a_store_made_otherwise_is_not_continued(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_store_made_otherwise_is_not_continued(tmp_path, key, value):
     """Catches mixing two targets, tokenizers, templates, lengths, taps, dtypes or data files in one store."""
     write_all(tmp_path, stop=1)
     there = getattr(header(), key)
-    with (
-        pytest.raises(ValueError, match="another `out`, or delete") as error,
-        StoreWriter(tmp_path, header(**{key: value})),
-    ):
+    with refused("another `out`, or delete") as error, StoreWriter(tmp_path, header(**{key: value})):
         pass
     assert f"{key} {there!r} there, {value!r} here" in str(error.value)
-    with StoreWriter(tmp_path, header()) as writer:  # the refused one has left no lock and no change
+    # The refused writer has left no lock and no change. The target's folder may move.
+    with StoreWriter(tmp_path, header(target_name="/elsewhere/target")) as writer:
         assert writer.manifest.dialogues == writer.manifest.consumed == 2
 
 
-def test_the_same_target_under_another_path(tmp_path: Path) -> None:
-    """Catches refusing a store because the folder of the target was moved."""
-    write_all(tmp_path, stop=1)
-    with StoreWriter(tmp_path, header(target_name="/elsewhere/target")) as writer:
-        assert writer.manifest.dialogues == 2
-
-
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_damage_is_found(tmp_path):
     """Catches training on a cut, missing, exchanged or silently changed shard."""
     write_all(tmp_path)
     shard = tmp_path / "shard-00001.safetensors"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    with pytest.raises(
-        ValueError, match=rf"shard-00001\.safetensors has {len(data) - 1:,} bytes, .* {len(data):,} bytes"
-    ):
+    with refused(rf"shard-00001\.safetensors has {len(data) - 1:,} bytes, .* {len(data):,} bytes"):
         FeatureStore.open(tmp_path)
     shard.unlink()
-    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
+    with refused(r"shard-00001\.safetensors is missing"):
         FeatureStore.open(tmp_path)
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     FeatureStore.open(tmp_path)[0]
-    with pytest.raises(ValueError, match=r"content of shard-00001\.safetensors is not what was written"):
+    with refused(r"content of shard-00001\.safetensors is not what was written"):
         FeatureStore.open(tmp_path).verify()
     shard.write_bytes(b"\xff" * len(data))
-    with pytest.raises(ValueError, match="not a readable shard"):
+    with refused("not a readable shard"):
         FeatureStore.open(tmp_path)
     shard.write_bytes(data)
     FeatureStore.open(tmp_path).verify()
 
 
-def test_opening_what_is_no_store(tmp_path: Path) -> None:
+def test_opening_what_is_no_store(tmp_path):
     """Catches a stack trace where the user gave the folder above, a wrong one, or a manifest of another version."""
-    with pytest.raises(ValueError, match=r"does not exist; make one with python -m data_prep\.features"):
+    with refused(r"does not exist; make one with python -m data_prep\.features"):
         FeatureStore.open(tmp_path / "none")
     write_all(tmp_path / "features" / "train")
-    with pytest.raises(ValueError, match="sub-folders train are stores: give one of them"):
+    with refused("sub-folders train are stores: give one of them"):
         FeatureStore.open(tmp_path / "features")
     manifest = tmp_path / "features" / "train" / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text[:100])
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+    with refused(r"manifest\.json is damaged"):
         FeatureStore.open(manifest.parent)
     manifest.write_text(json.dumps({**json.loads(text), "format_version": 3}))
-    with pytest.raises(ValueError, match="format version 3, this code reads version 2"):
+    with refused("format version 3, this code reads version 2"):
         FeatureStore.open(manifest.parent)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with (
-        pytest.raises(ValueError, match=r"no feature store, yet holds thesis\.txt"),
-        StoreWriter(tmp_path / "mine", header()),
-    ):
+    with refused(r"no feature store, yet holds thesis\.txt"), StoreWriter(tmp_path / "mine", header()):
         pass
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["features", "tap 3"])
-def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path: Path, bad: float, where: str) -> None:
+def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path, bad, where):
     """Catches a drafter trained to NaN by one overflowing activation, neighbours lost with it, or a wrong count."""
     shard = make_shard(2)
     shard.states[where.replace(" ", "_")][5, 2] = bad  # token 1 of the second dialogue
@@ -258,7 +245,7 @@ def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path: Path, b
         assert all(torch.equal(stored.taps[layer], whole.states[f"tap_{layer}"][tokens]) for layer in TAPS)
 
 
-def test_a_shard_without_one_finite_dialogue_has_no_file(tmp_path: Path) -> None:
+def test_a_shard_without_one_finite_dialogue_has_no_file(tmp_path):
     """Catches an empty shard, which no reader opens, and a resumed run that takes its dialogues again or skips some."""
     write_all(tmp_path, stop=1)
     single = make_shard(1)
@@ -282,32 +269,29 @@ def one_token_shard(count: int, not_finite: int) -> Shard:
     return Shard([f"d{i}" for i in range(count)], [1] * count, ones, ones.bool(), {"features": features})
 
 
-def test_many_that_are_not_finite_mean_the_dtype(tmp_path: Path) -> None:
+def test_many_that_are_not_finite_mean_the_dtype(tmp_path):
     """Catches a store that quietly keeps the few dialogues that float16 could hold, and a refusal without a way out."""
     settings = {"taps": [], "dtype": "float16", "target_dtype": "float16"}
     said = r"20 of the first 399 .*in float16.*for example d0 \(features\).*set dtype .* to bfloat16 or float32"
     with StoreWriter(tmp_path / "few", header(**settings)) as writer:
         assert len(writer.write(one_token_shard(400, 20))) == 20  # 5 %: still odd dialogues
-    with (
-        StoreWriter(tmp_path / "many", header(**settings)) as writer,
-        pytest.raises(ValueError, match=said) as error,
-    ):
+    with StoreWriter(tmp_path / "many", header(**settings)) as writer, refused(said) as error:
         writer.write(one_token_shard(399, 20))
     assert "another `out`" not in str(error.value)
     with StoreWriter(tmp_path / "many", header(taps=[])) as writer:  # nothing was written: the advice can be followed
         assert writer.manifest.dtype == "bfloat16" and writer.manifest.consumed == 0
     with StoreWriter(tmp_path / "all", header(**settings)) as writer:
         writer.write(one_token_shard(3, 3))
-        with pytest.raises(ValueError, match="3 of the first 3 dialogues"):
+        with refused("3 of the first 3 dialogues"):
             writer.finish({}, {})
-    with StoreWriter(tmp_path / "few", header(**settings)) as writer, pytest.raises(ValueError, match="another `out`"):
+    with StoreWriter(tmp_path / "few", header(**settings)) as writer, refused("another `out`"):
         writer.write(one_token_shard(1, 1))
 
 
-def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_nothing(tmp_path, monkeypatch):
     """Catches a full disk that leaves a broken shard behind, or a message about serialization."""
 
-    def disk_full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+    def disk_full(tensors, path, metadata):
         Path(path).write_bytes(b"as much as fitted")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -335,7 +319,7 @@ with StoreWriter(sys.argv[1], header()):
 """
 
 
-def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path):
     """Catches two processes writing one store, and a killed one locking it for ever."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)]
@@ -344,7 +328,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: P
         assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
         host = os.uname().nodename
         with (
-            pytest.raises(ValueError, match=rf"is being written by process {holder.pid} on {host}; wait for it"),
+            refused(rf"is being written by process {holder.pid} on {host}; wait for it"),
             StoreWriter(tmp_path, header()),
         ):
             pass
@@ -364,43 +348,25 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: P
     ("key", "value", "message"),
     [
         ("file", "../../outside.safetensors", r"shards\.0\.file is '\.\./\.\./outside\.safetensors'"),
-        ("file", "/outside.safetensors", r"shards\.0\.file is '/outside\.safetensors'"),
         ("file", "shard-00001.safetensors", "a shard is listed twice"),
         ("dialogues", -2, r"shards\.0\.dialogues is -2: Input should be greater"),
-        ("tokens", 9, "it says 22 tokens, its shards hold 23"),
         ("tokens", 10**9, "it says 22 tokens, its shards hold 1,000,000,014"),
-        ("dialogues", 10**9, "it says 6 dialogues, its shards hold 1,000,000,004"),
         ("sha256", "", r"shards\.0\.sha256 is ''"),
     ],
 )
-def test_a_manifest_does_not_point_elsewhere(tmp_path: Path, key: str, value: Any, message: str) -> None:
+def test_a_manifest_does_not_point_elsewhere(tmp_path, key, value, message):
     """Catches a file out of the store that is read because a manifest names it, and counts that add up to nothing."""
     folder = tmp_path / "a" / "store"
     write_all(folder)
-    for outside in (tmp_path / "outside.safetensors", Path("/outside.safetensors")):
-        if key == "file" and outside.is_relative_to(tmp_path):
-            shutil.copy(folder / "shard-00000.safetensors", outside)
+    shutil.copy(folder / "shard-00000.safetensors", tmp_path / "outside.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0][key] = value
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=rf"manifest\.json is damaged \({message}.*delete .* and make the features"):
+    with refused(rf"manifest\.json is damaged \({message}.*delete .* and make the features"):
         FeatureStore.open(folder)
 
 
-def test_a_complete_store_holds_something(tmp_path: Path) -> None:
-    """Catches an index error where a manifest lists no shards, and counts below zero."""
-    write_all(tmp_path)
-    file = tmp_path / "manifest.json"
-    manifest = json.loads(file.read_text())
-    file.write_text(json.dumps({**manifest, "shards": [], "dialogues": 0, "tokens": 0, "response_tokens": 0}))
-    with pytest.raises(ValueError, match="it is complete and lists no shards"):
-        FeatureStore.open(tmp_path)
-    file.write_text(json.dumps({**manifest, "response_tokens": -1}))
-    with pytest.raises(ValueError, match="response_tokens is -1"):
-        FeatureStore.open(tmp_path)
-
-
-def test_a_shard_may_be_a_link(tmp_path: Path) -> None:
+def test_a_shard_may_be_a_link(tmp_path):
     """Catches a store refused because its owner moved a shard to a larger disk and left a link."""
     write_all(tmp_path / "store")
     shard = tmp_path / "store" / "shard-00001.safetensors"

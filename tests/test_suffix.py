@@ -19,7 +19,7 @@ from drafters.methods.suffix import SuffixDrafter
 
 
 class Primed(SuffixDrafter):
-    """Remembers the answer, every seventh token of which was misprinted: accepted in part."""
+    """Remembers the answer, with every seventh token wrong: accepted in part."""
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
@@ -137,8 +137,8 @@ def test_what_is_remembered() -> None:
 
 @pytest.mark.parametrize("memory", [10, 99])
 def test_a_joined_row_leaves_an_answer_to_the_others(memory: int) -> None:
-    """Catches answers of ended rows that nobody remembers, and states of past answers from before these grew or were
-    forgotten: a match that is lost, or one that stands nowhere."""
+    """Catches answers of ended rows that are not remembered, and states of past answers from before these grew or
+    were forgotten: a match that is lost, or one that does not exist."""
     drafter = SuffixDrafter.from_options(toy(), alpha=4.0, memory=memory)
     drafter._answers, drafter._past = [7, 7, 5, 6, 8, BETWEEN], read([7, 7, 5, 6, 8, BETWEEN])
     state = state_of([1, 2, 3])

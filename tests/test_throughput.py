@@ -1,39 +1,38 @@
 """python -m data_prep.throughput: both sides do the same work, and nothing stays behind."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from test_features import write_config
 
-from data_prep import throughput, throughput_run
-from data_prep.store import dump
+from data_prep import throughput
+from data_prep.extraction import stores
+from data_prep.extraction import throughput as measuring
 from drafters.model.target import TargetModel
 
 
 def test_both_sides_run_the_same_batches(
-    tmp_path: Path,
-    target_folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    target_folder,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
     """Catches a dump flattered by larger batches than the bare target's, a side that always goes first, and litter."""
     config = write_config(tmp_path, target_folder, count=30)
     shapes: list[tuple[int, ...]] = []
     order: list[str] = []
-    exact, bare, written = TargetModel.features, throughput_run.bare_pass, throughput_run.write_store
+    exact, bare, written = TargetModel.features, measuring.bare_pass, measuring.write_store
 
-    def features_of(self: TargetModel, ids: Any, lengths: Any, taps: Any) -> Any:
+    def features_of(self, ids, lengths, taps):
         shapes.append((*ids.shape, *taps))
         return exact(self, ids, lengths, taps)
 
-    def noted(name: str, call: Any) -> Any:
+    def noted(name, call):
         return lambda *arguments, **options: (order.append(f"{name} {len(shapes)}"), call(*arguments, **options))[1]
 
     monkeypatch.setattr(TargetModel, "features", features_of)
-    monkeypatch.setattr(throughput_run, "bare_pass", noted("bare", bare))
-    monkeypatch.setattr(throughput_run, "write_store", noted("dump", written))
+    monkeypatch.setattr(measuring, "bare_pass", noted("bare", bare))
+    monkeypatch.setattr(measuring, "write_store", noted("dump", written))
     out = tmp_path / "result" / "throughput.json"
     throughput.main(["--config", str(config), "--split", "train", "--rounds", "2", "--out", str(out), "limit=20"])
     assert [entry.split()[0] for entry in order] == ["bare", "bare", "dump", "dump", "bare"]
@@ -56,17 +55,17 @@ def test_both_sides_run_the_same_batches(
     ]
 
 
-def test_mistakes_and_failures(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_mistakes_and_failures(tmp_path, target_folder, monkeypatch):  # noqa: F811
     """Catches gigabytes left on the disk by a measurement that failed, and a split that does not exist."""
     config = write_config(tmp_path, target_folder)
     with pytest.raises(ValueError, match="--split test: .* has the splits heldout, train"):
         throughput.main(["--config", str(config), "--split", "test"])
     before = sorted(tmp_path.iterdir())
 
-    def fails(*arguments: Any) -> Any:
+    def fails(*arguments):
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(dump.Buffers, "take", fails)
+    monkeypatch.setattr(stores, "empty_states", fails)
     with pytest.raises(ValueError, match="out of memory"):
         throughput.main(["--config", str(config)])
     assert sorted(tmp_path.iterdir()) == before

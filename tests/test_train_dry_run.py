@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
-from data_prep.features import FeaturesConfig
+from data_prep.configs import FeaturesConfig
 from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of

@@ -14,8 +14,7 @@ from data_prep.common import disk
 from data_prep.features import main as make_features
 from drafters import TargetModel
 from drafters.config import load_config
-from eval.speed import SpeedConfig
-from eval.speed import check as check_speed
+from eval.configs import SpeedConfig
 from train.core import engine
 
 
@@ -80,7 +79,7 @@ def test_the_measuring_command_works(
     words = shlex.split(printed)
     assert words[:4] == ["python", "-m", "eval.speed", "--config"]
     config = load_config(SpeedConfig, words[4], words[5:])
-    check_speed(config)
+    config.check_paths()
     assert [entry.drafter for entry in config.entries] == ["autoregressive", "prompt_lookup", "lookahead", "kangaroo"]
     assert (config.target.path, config.target.dtype) == (str(target_folder), "auto")
     assert config.prompts.files == [folder / "heldout.jsonl"]

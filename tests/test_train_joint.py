@@ -17,7 +17,7 @@ from drafters.common.machine import environment
 from drafters.hub.model_card import model_card
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
-from eval.report.page import target_line
+from eval.report.tables import target_line
 from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.packing import collate

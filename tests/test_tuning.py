@@ -6,9 +6,9 @@ from typing import Any
 import yaml
 
 from drafters.config import load_config
-from eval.measure.entries import DrafterEntry
-from eval.speed import SpeedConfig
-from eval.tune import TuneConfig, load_configs
+from eval.configs import SpeedConfig, TuneConfig
+from eval.entries import DrafterEntry
+from eval.tune import load_searches
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -18,7 +18,7 @@ Key = tuple[str, float]  # label and temperature
 
 
 def searches() -> dict[Key, TuneConfig]:
-    configs = load_configs(CONFIGS / "tune", []).values()
+    configs = load_searches(CONFIGS / "tune", []).values()
     return {(config.drafters[0].base, config.temperatures[0]): config for config in configs}
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_tuned_on_what_is_measured() -> None:
 def test_searches_of_the_real_model() -> None:
     """Catches a search that is no search, and one on questions that a table measures."""
     folder = CONFIGS / "real" / "tune"
-    searches = load_configs(folder, []).values()
+    searches = load_searches(folder, []).values()
     assert {config.drafters[0].drafter for config in searches} >= {"eagle", "hybrid", "medusa", "rest", "suffix"}
     assert all(len(values) > 1 for config in searches for values in config.knobs.values())
     (asked,) = {str(config.prompts.file) for config in searches}

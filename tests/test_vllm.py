@@ -15,11 +15,12 @@ from test_eval_prompts import sharegpt, write
 
 import data_prep.features
 import eval.engines
+import eval.entries
 from data_prep.store.reader import FeatureStore
-from eval.report.acceptance import differences
+from eval.report.sections import differences
 
 ROOT = Path(__file__).parents[1]
-PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / eval.engines.PYTHONS["vllm"]))
+PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / eval.entries.PYTHONS["vllm"]))
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 QUESTIONS = ("What is {} for?", "Show me an example of {}.", "Which arguments does {} take?")
 NAMES = ("os.path.join", "collections.deque", "json.dumps", "asyncio.gather", "pathlib.Path.glob", "re.compile")

@@ -9,8 +9,7 @@ import pytest
 import tiny
 from conformance import NO_EOS, prompt, target_of
 
-from drafters import TargetModel, generate, make_drafter
-from drafters.drafting.datastore import Datastore, save_datastore
+from drafters import generate, make_drafter
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.vllm_proposer import Proposer
@@ -19,7 +18,6 @@ CONTEXT, MOST = 200, 5
 ENTRIES: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"min_ngram": 1, "max_ngram": 3},
     "suffix": {"alpha": 2.0, "chance": 0.2, "memory": 500},
-    "rest": {"min_ngram": 1},
 }
 
 
@@ -52,23 +50,12 @@ class Batch:
         return self.proposer.propose(sampled, lengths, self.tokens, slot_mappings=None)
 
 
-def entry_of(name: str, target: TargetModel, folder: Any) -> dict[str, Any]:
-    if name != "rest":
-        return {"drafter": name, **ENTRIES[name]}
-    dice = random.Random(3)
-    store = Datastore.of([[dice.randrange(tiny.VOCAB_SIZE) for _ in range(4)] * 2 for _ in range(200)])
-    save_datastore(folder / "store", store, {"model": "none", "vocab_size": str(target.vocab_size), "vocabulary": ""})
-    return {"drafter": name, "datastore": str(folder / "store"), **ENTRIES[name]}
-
-
 @pytest.mark.parametrize("name", ENTRIES)
-def test_the_drafts_are_those_of_our_loop(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafts_are_those_of_our_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches another text, length or memory than our loop's: acceptance here would not be acceptance there."""
     target = target_of("llama")
-    entry = entry_of(name, target, tmp_path)
-    lengths = (
-        {"gamma": MOST} if name == "prompt_lookup" else {"chain": True, "depth" if name == "rest" else "nodes": MOST}
-    )
+    entry = {"drafter": name, **ENTRIES[name]}
+    lengths = {"gamma": MOST} if name == "prompt_lookup" else {"chain": True, "nodes": MOST}
     options = {key: value for key, value in entry.items() if key != "drafter"} | lengths
     drafter = make_drafter(name, target, **options)
     seen: list[tuple[list[int], list[int] | None]] = []  # texts, and what our loop drafts then
@@ -139,7 +126,7 @@ def test_bad_options() -> None:
     """Catches a method that would fail at its first step, in a server that has just loaded its weights for minutes."""
     for entry, message in (
         ({"drafter": "eagle"}, "'eagle' needs more; known: prompt_lookup, suffix, rest"),
-        ({"drafter": "suffix", "nodes": "auto"}, "nodes: auto goes by what a step costs"),
+        ({"drafter": "suffix", "nodes": "auto"}, "nodes: auto depends on step costs"),
         ({"drafter": "suffix", "chain": False}, "vLLM verifies chains alone"),
         ({"drafter": "rest", "datastore": "none"}, "no datastore at none"),
     ):

@@ -11,8 +11,7 @@ A loaded drafter accepts any smaller draft_vocab. A training run with draft_voca
 
 from pathlib import Path
 
-from data_prep.datastore import is_text
-from data_prep.dialogues.reader import check_source
+from data_prep.dialogues.reader import check_source, is_text
 from data_prep.store.manifest import MANIFEST
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 

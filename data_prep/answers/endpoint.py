@@ -1,8 +1,8 @@
-"""Answers written by a server with OpenAI's chat interface (vLLM, SGLang, llama.cpp, or a hosted model).
+"""Answers from a server with OpenAI's chat interface (vLLM, SGLang, llama.cpp, or a hosted model).
 
-Requests run side by side in threads. What may pass is tried again: a lost connection, 408, 429 and 5xx, a reply that
-is no completion. A refusal of one dialogue drops that dialogue; one that concerns all of them ends the run. The API key
-is read from the environment, sent to that server alone, and taken out of every message.
+Requests run in threads. Temporary failures are tried again: a lost connection, 408, 429 and 5xx, a reply that is not a
+completion. A refusal of one dialogue drops that dialogue; a refusal that concerns all dialogues ends the run. The API
+key is read from the environment, sent only to that server, and removed from every message.
 """
 
 import contextlib
@@ -20,59 +20,22 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
-from urllib.parse import urlsplit
 
-from pydantic import Field
-
-from data_prep.answers.journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
-from data_prep.answers.writing import Writing, derived_seed
+from data_prep.answers.journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn, derived_seed
+from data_prep.configs import EndpointConfig, Writing
 from data_prep.dialogues.messages import REASONING_KEYS, Message, first_value
 from data_prep.dialogues.template import only_reasoning
-from drafters.config import Config, Size
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
-# Odd dialogues are refused one by one; so many mean that the server or the settings are to blame.
+# Single dialogues may be refused. Above this number and share, the server or the settings are wrong.
 MOST_LOST, SHARE_LOST = 20, 0.05
-NO_THINKING = "endpoint.extra={chat_template_kwargs: {enable_thinking: false}}"  # as vLLM and SGLang take it
-# A server's way to say that a prompt is too long differs; these words are in all of them.
+NO_THINKING = "endpoint.extra={chat_template_kwargs: {enable_thinking: false}}"  # for vLLM and SGLang
+# Servers word differently that a prompt is too long; all of them use one of these words.
 TOO_LONG = re.compile(r"context[ _-]?(length|size|window)", re.IGNORECASE)
 
 
-class EndpointConfig(Config):
-    """Where the answers come from."""
-
-    url: str  # up to and with /v1
-    model: str  # as the server calls it
-    concurrency: Size = Field(16, ge=1)  # requests at the same time
-    api_key_env: str | None = "OPENAI_API_KEY"  # environment variable with the key; without one, none is sent
-    timeout: float = Field(600.0, gt=0)  # seconds without a byte from the server
-    retries: Size = Field(5, ge=0)  # more attempts after the first
-    # More keys of the request, {chat_template_kwargs: {enable_thinking: false}}; null: fewer.
-    extra: dict[str, Any] = {}
-
-    @property
-    def base(self) -> str:
-        """The address, as requests need it."""
-        return self.url.rstrip("/").removesuffix("/chat/completions")
-
-    def check(self) -> None:
-        """Check the address, apart from the schema, whose messages would print a password in it.
-
-        Raises:
-            ValueError: it is none, or holds a secret.
-        """
-        parts = urlsplit(self.url)
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError(
-                "endpoint.url: no user, password or query belongs into the address, which messages and files repeat; "
-                "a key is read from the environment variable that endpoint.api_key_env names"
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"endpoint.url is {self.url!r}; give an address like http://localhost:8000/v1")
-
-
 class RefusedError(ValueError):
-    """The server will not do it; ``status`` is HTTP's."""
+    """The server refuses a request; ``status`` is HTTP's."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -80,15 +43,11 @@ class RefusedError(ValueError):
 
 
 class BadReplyError(ValueError):
-    """The server answered 200 with something that is no chat completion."""
+    """The server answered 200, but not with a chat completion."""
 
 
 class EndpointAnswers:
-    """Answers conversations through an endpoint, ``concurrency`` at a time, each turn by turn.
-
-    Raises:
-        ValueError: the environment variable holds something that cannot be a key.
-    """
+    """Answers conversations through an endpoint, ``concurrency`` at a time; ValueError if the API key is invalid."""
 
     def __init__(self, config: EndpointConfig, writing: Writing) -> None:
         self.config, self.writing = config, writing
@@ -100,23 +59,19 @@ class EndpointAnswers:
         self._answered, self._lost = 0, 0
 
     def check(self) -> None:
-        """Ask for one token, so that a wrong address, model or key is found before anything else is done.
-
-        Raises:
-            ValueError, OSError: the server refuses, sends nonsense, or cannot be reached.
-        """
+        """Ask for one token, to find a wrong address, model or key at once; raises ValueError or OSError."""
         body = self._body([])
         if "max_tokens" in body:
             body["max_tokens"] = 1
         self._complete([{"role": "user", "content": "Hi"}], body)
 
     def batches(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
-        """Answer all that is open; between two batches the caller takes the turns of the last one in.
+        """Answer everything; the caller records the turns of a batch before it asks for the next one.
 
-        After a failure the requests under way are waited for and handed out, too, before it is raised.
+        After a failure, the running requests are awaited and handed out before the error is raised.
 
         Raises:
-            ValueError: refused for a reason that holds for all dialogues, or too many of them were refused.
+            ValueError: a refusal that concerns all dialogues, or too many refusals.
             OSError: the server cannot be reached.
         """
         waiting = (conversation for conversation in conversations if not conversation.done)
@@ -125,13 +80,13 @@ class EndpointAnswers:
         pool = ThreadPoolExecutor(self.config.concurrency)
         try:
             while True:
-                # Fill up: new conversations as long as there are places and nothing has failed.
+                # Start new conversations while threads are free and nothing has failed.
                 free = self.config.concurrency - len(pending) if failure is None else 0
                 for conversation in itertools.islice(waiting, free):
                     pending[pool.submit(self._answer, conversation)] = conversation
                 if not pending:
                     break
-                # Hand out what came back; a conversation with turns left asks for its next one at once.
+                # Hand out the results, and ask for the next turns of their conversations.
                 for future in wait(pending, return_when=FIRST_COMPLETED).done:
                     conversation = pending.pop(future)
                     failure = failure or future.exception()
@@ -150,37 +105,39 @@ class EndpointAnswers:
             raise failure
 
     def _answer(self, conversation: Conversation) -> tuple[Turn, str]:
-        """The next turn of a conversation, and, where it is lost, why in the server's words. Runs in a thread."""
+        """The next turn of a conversation, and the server's reason if it is lost. Runs in a thread."""
         index, number = conversation.index, len(conversation.answers)
-        # Without earlier reasoning: templates leave that out, and some servers refuse it.
+        # Without earlier reasoning: templates leave it out, and some servers refuse it.
         history = [{key: message[key] for key in ("role", "content")} for message in conversation.history()]
         try:
             choice, tokens = self._complete(history, self._body([(index, number)]))
         except BadReplyError as error:
             return Turn(index, number, drop="bad_reply"), str(error)
         except RefusedError as error:
-            if error.status in (400, 413, 422):
-                if TOO_LONG.search(str(error)):
-                    return Turn(index, number, end="no_room"), str(error)
-                return Turn(index, number, drop="refused"), str(error)
-            raise
+            if error.status not in (400, 413, 422):
+                raise
+            if TOO_LONG.search(str(error)):
+                return Turn(index, number, end="no_room"), str(error)
+            return Turn(index, number, drop="refused"), str(error)
+        return self._turn(index, number, choice, tokens), ""
+
+    def _turn(self, index: int, number: int, choice: dict[str, Any], tokens: int) -> Turn:
         text, reason = choice["message"].get("content"), choice.get("finish_reason")
         if reason == "content_filter":
-            return Turn(index, number, drop="content_filter"), ""
+            return Turn(index, number, drop="content_filter")
         if reason == "length" and self.writing.truncated == "drop":
-            return Turn(index, number, end="truncated"), ""
+            return Turn(index, number, end="truncated")
         reasoning = first_value(choice["message"], REASONING_KEYS)
         reasoning = reasoning if isinstance(reasoning, str) and reasoning.strip() else None
         if not isinstance(text, str) or not text.strip():
-            lost = Turn(index, number, end=ONLY_REASONING) if reasoning else Turn(index, number, drop="empty_answer")
-            return lost, ""
-        if reason == "length" and only_reasoning(text):  # a server without a reasoning parser
-            return Turn(index, number, end=ONLY_REASONING), ""
+            return Turn(index, number, end=ONLY_REASONING) if reasoning else Turn(index, number, drop="empty_answer")
+        if reason == "length" and only_reasoning(text):  # from a server without a reasoning parser
+            return Turn(index, number, end=ONLY_REASONING)
         try:
             (text + (reasoning or "")).encode()
-        except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer
-            return Turn(index, number, drop="invalid_text"), ""
-        return Turn(index, number, text, tokens, reason == "length", reasoning=reasoning), ""
+        except UnicodeEncodeError:  # a lone surrogate, which JSON allows and tokenizers do not
+            return Turn(index, number, drop="invalid_text")
+        return Turn(index, number, text, tokens, reason == "length", reasoning=reasoning)
 
     def _too_many_lost(self, turn: Turn, detail: str) -> ValueError | None:
         self._answered += 1
@@ -188,7 +145,7 @@ class EndpointAnswers:
         if self._lost < MOST_LOST or self._lost <= SHARE_LOST * self._answered:
             return None
         return ValueError(
-            f"{self._lost} of {self._answered} requests were refused or had unusable replies; the last: {detail}. Mend "
+            f"{self._lost} of {self._answered} requests were refused or had unusable replies; the last: {detail}. Fix "
             "that and run the same command again: those dialogues will be tried again"
         )
 
@@ -198,12 +155,12 @@ class EndpointAnswers:
         if writing.temperature > 0:
             body["seed"] = derived_seed(writing.seed, asked)
             body |= {"top_p": writing.top_p} if writing.top_p < 1 else {}
-            body |= {"top_k": writing.top_k} if writing.top_k else {}  # vLLM and SGLang know it, OpenAI does not
+            body |= {"top_k": writing.top_k} if writing.top_k else {}  # a key of vLLM and SGLang, not of OpenAI
         body = {"model": self.config.model, **body, **self.config.extra}
         return {key: value for key, value in body.items() if value is not None}
 
     def _complete(self, messages: list[Message], body: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The first choice of a chat completion and its number of tokens (0 where the server does not say)."""
+        """The first choice of a chat completion and its number of tokens (0 if the server does not say)."""
         data = json.dumps({**body, "messages": messages}).encode()
         attempt = 0
         while True:
@@ -230,12 +187,10 @@ class EndpointAnswers:
             return reply.read()
 
     def _read_error(self, error: urllib.error.HTTPError, pause: float) -> tuple[Exception, float]:
-        """What to raise, and how long to wait before another attempt; raises at once where none is worth it."""
-        with error:
-            try:
-                said = _message(error.read(100_000))
-            except (OSError, http.client.HTTPException):
-                said = ""
+        """The error and the seconds to wait before another attempt; raises at once if another attempt is useless."""
+        said = ""
+        with error, contextlib.suppress(OSError, http.client.HTTPException):
+            said = _message(error.read(100_000))
         text = self._hide(f"{self.config.base} answered {error.code} {error.reason}: {said or 'no explanation'}")
         if error.code in (408, 429) or error.code >= 500:
             return OSError(text), max(pause, _retry_after(error.headers.get("Retry-After")))
@@ -255,7 +210,7 @@ class EndpointAnswers:
             tokens = (reply.get("usage") or {}).get("completion_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             shown = self._hide(data[:200].decode(errors="replace"))
-            raise BadReplyError(f"{self.config.base} sent what is no chat completion: {shown!r}") from None
+            raise BadReplyError(f"{self.config.base} did not send a chat completion: {shown!r}") from None
         return choice, tokens if isinstance(tokens, int) else 0
 
     def _hide(self, text: str) -> str:
@@ -263,14 +218,14 @@ class EndpointAnswers:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would arrive as a GET, perhaps at another host."""
+    """Refuses redirects: a redirected POST would become a GET, maybe to another host."""
 
     def redirect_request(self, *arguments: Any, **named: Any) -> None:
         return None
 
 
 def _message(data: bytes) -> str:
-    """The server's own words in the body of an error: OpenAI's form, FastAPI's, or whatever text there is."""
+    """The server's message in the body of an error, in OpenAI's form, FastAPI's, or any other text."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -283,7 +238,7 @@ def _message(data: bytes) -> str:
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds that a Retry-After header asks for: a number, or the date of the next attempt; 0 for none."""
+    """Seconds in a Retry-After header: a number, or the date of the next attempt; 0 if none."""
     value = value or "0"
     with contextlib.suppress(ValueError):
         return max(float(value), 0.0)

@@ -1,6 +1,7 @@
-"""Room on the disk for a folder that need not be there yet, and what to say when it ends."""
+"""Free space and checksums on the disk."""
 
 import errno
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -9,21 +10,12 @@ from drafters.common.wording import size_text
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that can still be written below ``path``.
-
-    Raises:
-        OSError: the file system does not say.
-    """
+    """Bytes that can still be written below ``path``, which need not exist yet."""
     return shutil.disk_usage(existing_folder(path)).free
 
 
 def check_room(place: Path, needed: float, what: str, fix: str) -> None:
-    """Raise ValueError unless there is room for ``needed`` bytes below ``place``.
-
-    Args:
-        what: that needs them, in the singular: "the run folder runs/eagle".
-        fix: what helps where there is too little.
-    """
+    """Raise ValueError unless ``what`` ("the run folder runs/eagle") finds ``needed`` free bytes below ``place``."""
     free = free_bytes(place)
     if needed > free:
         where = existing_folder(place)
@@ -31,15 +23,21 @@ def check_room(place: Path, needed: float, what: str, fix: str) -> None:
 
 
 def source_bytes(source: str) -> int:
-    """Roughly how many bytes of text a data file holds; 0 where that is not known before it is read."""
+    """Rough size of a data file's text in bytes; 0 if it is unknown before reading."""
     path = Path(source)
     if not path.is_file():
         return 0
-    return path.stat().st_size * (4 if path.suffix == ".gz" else 1)  # as JSON compresses, at the least
+    return path.stat().st_size * (4 if path.suffix == ".gz" else 1)  # JSON compresses at least fourfold
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_error(error: OSError, path: Path, kept: str) -> OSError:
-    """``error`` of writing ``path`` in words that help; ``kept``: what it leaves whole."""
+    """An error of writing ``path`` that says what to do; ``kept`` says which data is safe."""
     what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
     return OSError(
         error.errno or errno.EIO,

@@ -1,4 +1,4 @@
-"""Progress bars: nothing until there is progress, and in a log file a line now and then instead of a bar."""
+"""Progress bars that print lines in log files, and nothing before the first progress."""
 
 import os
 import sys
@@ -8,14 +8,14 @@ from typing import Any
 from tqdm import tqdm
 
 LOG_SECONDS = 30.0  # between two lines in a log file
-WITHOUT_TIME_LEFT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # whose postfix says it better
+WITHOUT_TIME_LEFT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # if the postfix has it
 
 
 class Bar(tqdm):
-    """tqdm's bar, on stderr and of the first of several ranks.
+    """tqdm's bar on stderr, on the first rank.
 
-    It is not drawn before the first ``update``, so that an error does not stand below an empty bar. Where stderr is no
-    terminal, each state is a line of its own, every ``LOG_SECONDS`` and at the end.
+    It is not drawn before the first ``update``, so that no empty bar comes before an error. If stderr is not a
+    terminal, it prints a line every ``LOG_SECONDS`` and at the end.
     """
 
     disable: bool
@@ -37,7 +37,7 @@ class Bar(tqdm):
             self._write_line()
 
     def clear(self, *arguments: Any, **options: Any) -> None:
-        if not self._lines and self.n != self.initial:  # what was never drawn has no line to be cleared
+        if not self._lines and self.n != self.initial:  # a bar that was never drawn has no line
             super().clear(*arguments, **options)
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Bar(tqdm):
 
 
 def quiet_in_log_files() -> None:
-    """Let transformers draw its bars (one for every model that is loaded) on terminals alone."""
+    """In log files, switch off transformers' bars (one for every loaded model)."""
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 

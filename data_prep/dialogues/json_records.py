@@ -1,4 +1,4 @@
-"""JSON records of a file: one a line, or one list of them; gzipped or not, in any Unicode encoding."""
+"""JSON records of a file: one per line or one list, gzipped or not, in any Unicode encoding."""
 
 import contextlib
 import gzip
@@ -11,25 +11,21 @@ from typing import IO, Any
 
 from drafters.common.files import decode, not_unicode, unicode_encoding
 
-# Odd bytes in fewer lines are damage, and cost those lines; in more of them, and no line in UTF-8, the file is another.
+# Share of lines that are not UTF-8: below it these lines are damaged, above it the file may be in another encoding.
 FEW = 0.01
 
 
 class Unreadable:
-    """Stands in for a line that is no JSON; ``reason`` is what it is counted under."""
+    """Takes the place of a line that is not JSON; ``reason``: the reason under which it is counted."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, record) of every record: the line's number, or the place in the list, counted from 1.
+    """(number, record) of every record, by line or by place in the list, from 1; ``Unreadable`` for a bad line.
 
-    A line that is no JSON is ``Unreadable``; blank ones are left out.
-
-    Raises:
-        ValueError: a damaged gzip file, a broken JSON list, or a file that is in no Unicode encoding.
-        OSError: the file cannot be read.
+    Raises ValueError for a damaged gzip file, a broken JSON list, or a file in no Unicode encoding.
     """
     try:
         with _opened(path) as file:
@@ -52,49 +48,46 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
-    first, trusted = True, False
+    first, checked = True, False
     for number, line in enumerate(file, start=1):
         start = line.removeprefix(b"\xef\xbb\xbf").lstrip() if first else line.lstrip()
         if not start:
             continue
-        if first and start.startswith(b"["):  # one JSON list; among records one a line it is a bad record
+        if first and start.startswith(b"["):  # one JSON list; in a later line it would be a bad record
             yield from enumerate(_json_list(start + file.read(), path), start=1)
             return
         first = False
         try:
             yield number, json.loads(start.decode("utf-8"))
         except UnicodeDecodeError as error:
-            if not trusted:
+            if not checked:
                 _check_encoding(path, start, error)
-                trusted = True
+                checked = True
             yield number, Unreadable("not_utf8")
-        except (ValueError, RecursionError):  # JSONDecodeErrors are ValueErrors
+        except (ValueError, RecursionError):  # JSONDecodeError is a ValueError
             yield number, Unreadable("broken_json")
 
 
 def _json_list(data: bytes, path: Path) -> list[Any]:
     text = decode(data, path)
     try:
-        records = json.loads(text)
+        records: list[Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} starts like a JSON list but is broken: {error}") from error
-    assert isinstance(records, list)  # it starts with a bracket
     return records
 
 
 def _check_encoding(path: Path, line: bytes, error: UnicodeDecodeError) -> None:
-    """Raise ValueError if the file, of which ``line`` is not UTF-8, is in another encoding and not damaged there."""
+    """Raise ValueError if the file is in another encoding; ``line`` is its first line that is not UTF-8."""
     lines = odd = 0
     with _opened(path) as file:
         for each in file:
             lines += 1
-            if each.isascii():
-                continue
             try:
-                each.decode("utf-8")
+                if not each.isascii():
+                    each.decode("utf-8")
+                    return  # another line is UTF-8, so the odd one is damaged
             except UnicodeDecodeError:
                 odd += 1
-            else:
-                return
     if odd >= FEW * lines:
         raise ValueError(not_unicode(line, "utf-8", error, path))

@@ -1,14 +1,13 @@
-"""Messages -> token ids and an exact mask of the assistant's tokens, for any chat template.
+"""Token ids and an exact mask of the assistant's tokens for a dialogue, with any chat template.
 
-`{% generation %}` tags are not needed and not relied on: most templates have none, and tags often leave out the
-end-of-turn token, which a drafter must learn to propose. Instead the rendered text tells. For each answer the dialogue
-is rendered twice more: once up to the generation prompt, which ends where the target would start to write, and once
-with a placeholder in the answer's place, whose remainder must end the full text as well. Both hold for templates that
-strip, merge the system message into the first user turn, or print earlier turns differently from the last; where a
-template breaks them, the dialogue is refused, never masked by guess.
+Most templates have no `{% generation %}` tags, and tags often leave out the end-of-turn token, which a drafter must
+learn. So the mask comes from the rendered text. For each answer the dialogue is rendered twice more: up to the
+generation prompt, which ends where the target starts to write, and with a placeholder instead of the answer, whose
+remainder must also end the full text. This works for templates that strip text, merge the system message into the first
+user turn, or print earlier turns differently. If a template breaks it, the dialogue is dropped: no mask is guessed.
 
-The mask covers what the target has to generate: all that follows the generation prompt, through the end-of-turn token,
-with the answer's reasoning and calls of tools where the template prints them.
+The mask covers all that the target generates: everything after the generation prompt up to and including the
+end-of-turn token, with reasoning and tool calls if the template prints them.
 """
 
 import contextlib
@@ -25,18 +24,18 @@ from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import PLACEHOLDER, ChatTemplate
 
 NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
-LONGEST_TOKEN = 64  # characters; far more than the tokens of a long text have on average
+LONGEST_TOKEN = 64  # characters; tokens of a long text are far shorter on average
 
 
 @dataclass(frozen=True)
 class RenderedDialogue:
-    """The template's text, and the answers' ``[start, end)`` character spans in it, in order."""
+    """The template's text, and the ``[start, end)`` character spans of its answers, in order."""
 
     text: str
     answers: list[tuple[int, int]]
 
     def beginning(self, characters: int) -> "RenderedDialogue":
-        """The first ``characters`` of the text, with what they hold of the answers; itself where there are no more."""
+        """The first ``characters`` of the text with the answers in them; ``self`` if the text is not longer."""
         if len(self.text) <= characters:
             return self
         answers = [(start, min(end, characters)) for start, end in self.answers if start < characters]
@@ -56,14 +55,13 @@ class MaskedTokens:
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template, as the data preparation uses them.
+    """A tokenizer with its chat template.
 
-    Content that spells one of the tokenizer's special tokens is refused (``special_token_in_text``): encoded, it would
-    become the real token, so that a text about ``</s>`` ends a turn in its middle. Rewriting it would train on text
-    that nobody wrote.
+    Text that spells one of the tokenizer's special tokens is refused (``special_token_in_text``). Encoded, it would be
+    the real token: a text about ``</s>`` would end a turn in its middle.
 
     Args:
-        date: YYYY-MM-DD, printed if the template prints a date; default: today.
+        date: YYYY-MM-DD, used if the template prints a date; default: today.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -74,8 +72,8 @@ class ChatTokenizer:
         self.name = name
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                f"{name} has no chat template; write one to its folder as chat_template.jinja, or give a file with "
-                "one as chat_template, in the exact form that the target was tuned with"
+                f"{name} has no chat template; write the one that the target was tuned with into its folder as "
+                "chat_template.jinja, or set chat_template to a file with it"
             )
         self.printer = ChatTemplate(tokenizer, name, date)
         self.template, self.date = self.printer.text, self.printer.date
@@ -86,33 +84,26 @@ class ChatTokenizer:
         self._special = re.compile(escaped or r"(?!)")
         self._special_next = re.compile(rf"\s*(?P<token>{escaped})" if escaped else r"(?!)(?P<token>)")
 
-    def encode(
-        self, dialogues: Sequence[Sequence[Message]], wanted: int | None = None
-    ) -> list[MaskedTokens | DroppedError]:
-        """Token ids and mask of each dialogue, or why it cannot be had; tokenizes all of them in one batch.
+    def tokenize(self, rendered: list[RenderedDialogue], wanted: int | None = None) -> list[MaskedTokens]:
+        """Token ids and mask of each dialogue, in one batch.
 
-        Where ``wanted`` is given, only that many tokens of a dialogue are needed, and of megabytes of text no
-        more is tokenized. The template gets all of the text: what it prints may depend on the end (of thoughts).
-
-        The reasons are those of ``render``; a mask of zeros counts as ``no_answer_printed``.
+        With ``wanted``, only that many tokens of a dialogue are needed, and of a long text only the beginning is
+        tokenized. (The template gets all of it, because what it prints may depend on the end.)
         """
-        results: list[Any] = []
-        for messages in dialogues:
-            try:
-                results.append(self.render(messages))
-            except DroppedError as error:
-                results.append(error)
-        rendered = [result for result in results if isinstance(result, RenderedDialogue)]
-        tokens = iter(self._encode(rendered, wanted))
-        return [next(tokens) if isinstance(result, RenderedDialogue) else result for result in results]
+        parts = rendered if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in rendered]
+        found = self._tokenize(parts)
+        for place, (whole, part) in enumerate(zip(rendered, parts, strict=True)):
+            # With twice as many tokens, the cut is too far behind the wanted ones to change them.
+            if wanted is not None and part is not whole and len(found[place].input_ids) < 2 * wanted:
+                found[place] = self._tokenize([whole])[0]
+        return found
 
     def render(self, messages: Sequence[Message]) -> RenderedDialogue:
         """The template's text with the answers' character spans.
 
         Raises:
-            DroppedError: reasons ``special_token_in_text``, ``template_refused`` (the template raised),
-                ``template_not_incremental`` (an answer could not be located with certainty), and
-                ``no_answer_printed`` (the template leaves out every answer).
+            DroppedError: ``special_token_in_text``, ``template_refused`` (the template raised an error),
+                ``template_not_incremental`` (an answer cannot be located with certainty), or ``no_answer_printed``.
         """
         self.check_text(messages)
         text = self.printer.print(messages)
@@ -120,22 +111,22 @@ class ChatTokenizer:
         pieces = {turn: self._around_turn(text, messages, turn) for turn in turns}
         if not any(pieces.values()):
             raise self._no_answer(text)
-        # Each answer lies between what the template prints before and after a placeholder in its place.
+        # Locate each answer between the texts before and after a placeholder.
         last = pieces[turns[-1]]
         spans: list[tuple[int, int]] = []
         floor = 0
         for turn, piece in pieces.items():
-            if piece is None:  # the template leaves this turn out
+            if piece is None:  # the template does not print this turn
                 continue
             before, after = piece
             start = self._answer_start(text, messages[:turn], before)
             end = len(text) - len(after)
-            # All of the text must agree with that, or a mask would be guessed.
+            # Both must agree with the full text.
             if start is None or not text.endswith(after) or not floor <= start < end:
                 raise DroppedError(
                     "template_not_incremental",
                     f"the chat template of {self.name} prints other turns differently depending on the text of answer "
-                    f"{turn}, or on its own end, so the answer cannot be located; use a template without such rules",
+                    f"{turn}, so the answer cannot be located; use a template without such rules",
                 )
             floor = end + self._end_of_turn(after, last[1] if last else "")
             if messages[turn].get("weight") != 0:
@@ -143,11 +134,11 @@ class ChatTokenizer:
         return RenderedDialogue(text, spans)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
-        """What the target is given to answer ``messages``, which end with a user turn.
+        """The prompt for an answer to ``messages``, which end with a user turn.
 
         Returns:
-            the prompt's token ids; and the text that the template puts between the prompt and an answer's content
-            (Vicuna's space, Qwen3's empty thoughts). A target that writes it does not mean it as part of the content.
+            the prompt's token ids, and the text that the template prints between prompt and answer (Vicuna's space,
+            Qwen3's empty thoughts). If the target writes that text, it is not part of the answer.
 
         Raises:
             DroppedError: ``special_token_in_text``, ``template_refused``, or ``no_answer_printed``.
@@ -158,16 +149,16 @@ class ChatTokenizer:
         if piece is None:
             raise self._no_answer(text)
         lead = piece[0].removeprefix(text) if piece[0].startswith(text) else ""
-        if lead.strip() and "add_generation_prompt" not in self.template:  # the assistant's header: not generated
+        if lead.strip() and "add_generation_prompt" not in self.template:  # the assistant's header is not generated
             text, lead = text + lead, ""
         return self._ids(text), lead
 
     def question_prompt(self, system: str | None = None) -> tuple[list[int], str]:
-        """What the target is given to write a user's first question.
+        """The prompt with which the target writes a user's first question.
 
         Returns:
-            the token ids of all that the template prints before the question; and the mark that it prints right behind
-            one (ChatML's ``<|im_end|>``, Llama-2's ``[/INST]``), "" where it prints none.
+            the token ids of everything before the question, and the mark that the template prints right after it
+            (ChatML's ``<|im_end|>``, Llama-2's ``[/INST]``; "" if none).
 
         Raises:
             DroppedError: ``template_refused``, ``special_token_in_text`` (in ``system``), or ``no_question_printed``.
@@ -188,7 +179,7 @@ class ChatTokenizer:
         return ids, mark
 
     def end_of_turn(self) -> int | None:
-        """Return the id of the special token that ends the template's answers; None if no special token does."""
+        """Id of the special token that ends the template's answers; None if they end without one."""
         question = {"role": "user", "content": "?"}
         with contextlib.suppress(DroppedError):
             piece = self._around_answer([question, {"role": "assistant", "content": PLACEHOLDER}], 1)
@@ -197,7 +188,7 @@ class ChatTokenizer:
         return None
 
     def check_text(self, messages: Sequence[Message]) -> None:
-        """Raise DroppedError (``special_token_in_text``) where a message spells one of the special tokens."""
+        """Raise DroppedError (``special_token_in_text``) if a message spells a special token."""
         for message in messages:
             texts = [message["content"], message.get("reasoning_content", "")]
             texts += [json.dumps(message[key], ensure_ascii=False) for key in ("tools", "tool_calls") if key in message]
@@ -205,10 +196,10 @@ class ChatTokenizer:
                 raise DroppedError("special_token_in_text", f"the text contains the special token {found[0]!r}")
 
     def _around_turn(self, text: str, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
-        """The text before and after an answer; None where the template does not print it.
+        """The text before and after an answer; None if the template does not print it.
 
-        Some templates refuse the dialogue without the answer's tool calls. Then the answer is the text after its
-        prompt, if the template prints this turn in ``text`` as it prints a last turn.
+        Some templates refuse a dialogue without the answer's tool calls. Then the answer is the text after its prompt,
+        if ``text`` shows this turn as the template prints a last turn.
         """
         if "tool_calls" not in messages[turn]:
             return self._around_answer(messages, turn)
@@ -220,19 +211,19 @@ class ChatTokenizer:
         return (before, text[len(whole) :]) if text.startswith(whole) and whole.startswith(before) else None
 
     def _around_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
-        """The text before and after the answer's content; None where the template does not print it."""
-        stand_in = [*messages[:turn], {"role": "assistant", "content": PLACEHOLDER}, *messages[turn + 1 :]]
-        parts = self.printer.print(stand_in).split(PLACEHOLDER)
+        """The text before and after the answer's content; None if the template does not print it."""
+        marked = [*messages[:turn], {"role": "assistant", "content": PLACEHOLDER}, *messages[turn + 1 :]]
+        parts = self.printer.print(marked).split(PLACEHOLDER)
         if len(parts) > 2:
             raise DroppedError("template_not_incremental", f"the chat template of {self.name} prints an answer twice")
         return (parts[0], parts[1]) if len(parts) == 2 else None
 
     def _answer_start(self, text: str, earlier: Sequence[Message], before: str) -> int | None:
-        """Where the target starts to write: after the generation prompt, or else right before the answer's content."""
+        """Where the target starts to write: after the generation prompt, else right before the answer's content."""
         prompt = self.printer.print(earlier, prompt=True)
         if text.startswith(prompt):
             lead = before[len(prompt) :] if before.startswith(prompt) else ""
-            # Without a generation prompt in the template, the assistant's header follows; it is not generated.
+            # Without a generation prompt, the assistant's header follows, which the target does not generate.
             if "add_generation_prompt" in self.template or not lead.strip():
                 return len(prompt)
         return len(before) if text.startswith(before) else None
@@ -240,26 +231,14 @@ class ChatTokenizer:
     def _end_of_turn(self, after: str, after_last: str) -> int:
         """Length of the end-of-turn mark at the start of ``after``.
 
-        It is the first special token there, if the dialogue's last answer is followed by the same one (else it opens
-        the next user turn, as Llama-2's ``<s>``); failing special tokens, a plain-text mark such as ``### End``.
+        It is the first special token there if the same one follows the dialogue's last answer; otherwise that token
+        opens the next user turn (Llama-2's ``<s>``). Without special tokens it is a text such as ``### End``.
         """
         found, found_last = self._special_next.match(after), self._special_next.match(after_last)
         if found and found_last and found["token"] == found_last["token"]:
             return found.end()
         mark = after_last.rstrip()
         return len(mark) if not found_last and commonprefix([after, mark]) == mark else 0
-
-    def _encode(self, rendered: list[RenderedDialogue], wanted: int | None) -> list[MaskedTokens | DroppedError]:
-        beginnings = rendered if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in rendered]
-        results: list[MaskedTokens | DroppedError] = []
-        for whole, part, tokens in zip(rendered, beginnings, self._tokenize(beginnings), strict=True):
-            is_cut = part is not whole
-            # With twice as many tokens, the cut lies too far behind those that are wanted to change them.
-            if is_cut and wanted is not None and len(tokens.input_ids) < 2 * wanted:
-                is_cut, tokens = False, self._tokenize([whole])[0]
-            # An answer that begins behind the cut is printed all the same.
-            results.append(tokens if is_cut or tokens.loss_mask.any() else self._no_answer(whole.text))
-        return results
 
     def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens]:
         if not rendered:
@@ -281,30 +260,30 @@ class ChatTokenizer:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _mask_from_prefixes(self, dialogue: RenderedDialogue, ids: list[int]) -> np.ndarray:
-        """For tokenizers without offsets: tokenize the text up to each boundary and compare with the whole."""
+        """For tokenizers without offsets: tokenize the text up to each boundary and compare with all tokens."""
         mask = np.zeros(len(ids), dtype=bool)
         for start, end in dialogue.answers:
             first = len(commonprefix([self._ids(dialogue.text[:start]), ids]))
             upto = self._ids(dialogue.text[:end])
             shared = len(commonprefix([upto, ids]))
-            straddles = shared < len(upto)  # a token runs over the end of the answer: part of it is the answer's
+            straddles = shared < len(upto)  # a token that runs over the answer's end counts as part of it
             mask[first : shared + straddles] = True
         return mask
 
     def _no_answer(self, text: str) -> DroppedError:
         return DroppedError(
             NO_ANSWER,
-            f"the loss mask is all zero: the chat template of {self.name} prints no assistant answer (template ends "
-            f"...{self.template[-160:]!r}; the text it made ends ...{text[-80:]!r}). Give a template that prints "
-            "messages with role 'assistant', in the form that the target was tuned with",
+            f"the loss mask is all zero: the chat template of {self.name} prints no assistant answer (end of the "
+            f"template: {self.template[-160:]!r}; end of its text: {text[-80:]!r}). Give the template that the target "
+            "was tuned with; it must print messages with role 'assistant'",
         )
 
 
 def mask_from_offsets(dialogue: RenderedDialogue, offsets: np.ndarray) -> np.ndarray:
-    """Mask [T] from the tokens' character ``offsets`` [T, 2].
+    """Mask ``[T]`` from the tokens' character ``offsets`` ``[T, 2]``.
 
-    A token counts if it overlaps an answer, unless it also holds part of the text before it other than whitespace
-    (`` answer`` belongs to the answer, ``>answer`` would not).
+    A token counts if it overlaps an answer and holds nothing but white space from before it (`` answer`` counts,
+    ``>answer`` does not).
     """
     count = len(offsets)
     ends = offsets[:, 1]

@@ -17,14 +17,14 @@ ROLES = {
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 FOLLOWING = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 
-# {"role": "system" | "user" | "assistant" | "tool", "content": text}. An assistant's may have "reasoning_content",
-# "tool_calls", and "weight" 0 where it is not trained on; a tool's "name" and "tool_call_id". The first message of a
-# dialogue has the definitions of its "tools".
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}. An answer may have "reasoning_content",
+# "tool_calls", and "weight" 0 if it is not trained on; a tool's result "name" and "tool_call_id". The definitions of
+# "tools" are in the first message of a dialogue.
 Message = dict[str, Any]
 
 
 class DroppedError(ValueError):
-    """A record that cannot be used; ``reason`` is what it is counted under."""
+    """A record cannot be used; ``reason`` is the name under which it is counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -32,13 +32,13 @@ class DroppedError(ValueError):
 
 
 def first_value(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the first value of ``keys`` that is not null or empty; else the first that is not null; else None."""
+    """The first value of ``keys`` that is not null or empty, else the first that is not null, else None."""
     values = [record[key] for key in keys if record.get(key) is not None]
     return next((value for value in values if value not in ("", [], {})), values[0] if values else None)
 
 
 def without_nulls(value: Any) -> Any:
-    """``value`` without the keys of its objects, at any depth, that have a null."""
+    """``value`` without keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -50,18 +50,17 @@ def uses_tools(messages: Sequence[Message]) -> bool:
 
 
 def parse_messages(turns: list[Any]) -> list[Message]:
-    """The messages of a record's turns. A call without a text that follows an answer becomes part of that answer.
+    """The messages of a record's turns; raises DroppedError as ``reader.parse_record``.
 
-    A call with reasoning, or with another ``weight`` than the answer, stays a message, because one message cannot hold
-    both. The reader then drops the record as ``wrong_role_order``.
-
-    Raises:
-        DroppedError: see ``reader.parse_record``.
+    A call without text that follows an answer becomes part of that answer. If it has reasoning or another ``weight``,
+    one message cannot hold both: it stays a message, and the reader drops the record as ``wrong_role_order``.
     """
     messages: list[Message] = []
     for message in map(_message, turns):
         is_call = message["role"] == "assistant" and not message["content"].strip()
-        if is_call and messages and _takes_call(messages[-1], message):
+        before = messages[-1] if messages else {}
+        same_weight = before.get("weight") == message.get("weight")
+        if is_call and before.get("role") == "assistant" and same_weight and "reasoning_content" not in message:
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), *message["tool_calls"]]
         else:
             messages.append(message)
@@ -69,24 +68,14 @@ def parse_messages(turns: list[Any]) -> list[Message]:
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]]:
-    """A record's definitions of tools, which may be JSON text.
-
-    Raises:
-        DroppedError: ``broken_tools``, or ``invalid_text``.
-    """
+    """A record's definitions of tools, maybe as JSON text; raises DroppedError: ``broken_tools``, ``invalid_text``."""
     found = _objects(tools, "broken_tools")
     _check_text(found)
     return found
 
 
-def _takes_call(answer: Message, call: Message) -> bool:
-    """Whether ``call`` can become part of ``answer``, the message before it, with nothing lost."""
-    same_weight = answer.get("weight") == call.get("weight")
-    return answer["role"] == "assistant" and same_weight and "reasoning_content" not in call
-
-
 def _check_text(value: Any) -> None:
-    """Raise DroppedError where a text in ``value`` has a lone surrogate: legal in JSON, fatal in a tokenizer."""
+    """Raise DroppedError if a text in ``value`` has a lone surrogate, which JSON allows and tokenizers do not."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -116,7 +105,7 @@ def _message(turn: Any) -> Message:
 
 
 def _of_assistant(turn: dict[str, Any], word: str, text: Any) -> Message:
-    """What an assistant's turn has beside its role and text; a turn that is a call has no text."""
+    """Tool calls, reasoning and weight of an assistant's turn; a turn that is a call has no text."""
     found: Message = {}
     calls = _objects(text if word in TOOL_CALLS else turn.get("tool_calls"), "broken_tool_call")
     if calls:
@@ -132,7 +121,7 @@ def _of_assistant(turn: dict[str, Any], word: str, text: Any) -> Message:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as templates take it: the function under ``function``, its arguments an object and not JSON text."""
+    """A call in the form of chat templates: under ``function``, with arguments as an object and not as JSON text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DroppedError("broken_tool_call")
@@ -147,11 +136,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objects(value: Any, reason: str) -> list[dict[str, Any]]:
-    """Return a list of JSON objects, from a list, one object or the JSON text of either; [] for nothing.
-
-    Raises:
-        DroppedError: anything else, with this ``reason``.
-    """
+    """A list of JSON objects, from a list, one object or JSON text; else raise DroppedError with ``reason``."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -1,12 +1,11 @@
-"""ShareGPT files, or a Hub dataset, to validated dialogues.
+"""Read ShareGPT files or a Hub dataset as validated dialogues.
 
-A record holds its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
-``{"role", "content"}``. A record may also have an ``id``, a ``category`` and definitions of ``tools``. What cannot be
-used is dropped and counted by reason; one bad record never ends a run.
+A record has its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
+``{"role", "content"}``. A record may also have an ``id``, a ``category`` and definitions of ``tools``. Unusable records
+are dropped and counted by reason; one bad record never ends a run.
 """
 
 import contextlib
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,20 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from data_prep.common.disk import file_sha256
 from data_prep.dialogues.json_records import Unreadable, read_records
 from data_prep.dialogues.messages import FOLLOWING, DroppedError, Message, first_value, parse_messages, parse_tools
 
 TURN_KEYS = ("conversations", "conversation", "messages")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
-DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # what `datasets` reads beside these
+DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # further formats of the `datasets` library
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A dialogue whose roles alternate user, assistant, ...; the last turn is the assistant's, unless it was
-    read with ``unanswered``. A system message may come first, and tool results between two answers.
+    """A dialogue whose roles alternate user, assistant, ...; the last turn is an answer unless read ``unanswered``.
 
-    ``category``: the record's own word for the kind of dialogue it is, if it has one.
+    A system message may come first, and tool results between two answers. ``category``: the record's own.
     """
 
     id: str
@@ -38,15 +37,11 @@ class Dialogue:
 
 @dataclass
 class ReadCounts:
-    """What became of the records: kept, dropped by reason, and kept but changed."""
+    """Numbers of records kept, dropped by reason, and kept but changed."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
-
-    def drop(self, reason: str) -> None:
-        """Count one dropped record."""
-        self.dropped[reason] += 1
 
     def describe(self) -> str:
         """One line: ``120 kept, dropped 3 (broken_json 2, no_assistant_turn 1)``."""
@@ -56,12 +51,12 @@ class ReadCounts:
 
 
 def listed(reasons: Counter[str]) -> str:
-    """Reasons and how often each, the most frequent first."""
+    """Reasons with their counts, the most frequent first."""
     return ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
 
 
 def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = False) -> Iterator[Dialogue]:
-    """Yield the usable dialogues of ``source`` in its order; ``counts`` fills as the iteration goes on.
+    """Yield the usable dialogues of ``source`` in its order, and fill ``counts`` on the way.
 
     Args:
         source: a ``.json`` (a list of records, or one per line), ``.jsonl`` or gzipped file; else a local dataset
@@ -70,8 +65,7 @@ def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = Fa
         unanswered: see ``parse_record``.
 
     Raises:
-        ValueError: no such file or dataset, a damaged file, or no usable dialogue at all (the message holds the
-            counts).
+        ValueError: no such file or dataset, a damaged file, or no usable dialogue (with the counts).
     """
     seen = 0
     for position, record in enumerate(_records(str(source))):
@@ -79,7 +73,7 @@ def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = Fa
         try:
             dialogue = parse_record(record, f"record {position}", counts.changed, unanswered)
         except DroppedError as error:
-            counts.drop(error.reason)
+            counts.dropped[error.reason] += 1
             continue
         counts.kept += 1
         yield dialogue
@@ -95,30 +89,30 @@ def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = Fa
 def parse_record(
     record: Any, fallback_id: str, changed: Counter[str] | None = None, unanswered: bool = False
 ) -> Dialogue:
-    """One record -> a Dialogue.
+    """One record as a Dialogue.
 
-    A leading assistant turn is removed (the EAGLE data rule). A trailing user turn or tool result has no answer and is
-    removed, too; with ``unanswered`` it is kept, and may be the only turn. ``changed`` counts the removals.
+    A leading assistant turn is removed (as in EAGLE's data preparation). A trailing user turn or tool result, which has
+    no answer, is removed as well; with ``unanswered`` it is kept, and may be the only turn. ``changed`` counts this.
 
     Raises:
         DroppedError: with one of the reasons ``broken_json``, ``not_utf8``, ``not_an_object``, ``no_conversations``,
             ``empty_dialogue``, ``broken_turn``, ``unknown_role``, ``non_string_value``, ``invalid_text``,
-            ``empty_turn``, ``broken_tools``, ``broken_tool_call``, ``wrong_role_order``, ``no_assistant_turn`` (of
-            ``unanswered`` ones ``no_user_turn``).
+            ``empty_turn``, ``broken_tools``, ``broken_tool_call``, ``wrong_role_order``, ``no_assistant_turn`` (if
+            ``unanswered``, ``no_user_turn``).
     """
     if isinstance(record, Unreadable):
         raise DroppedError(record.reason)
     if not isinstance(record, dict):
         raise DroppedError("not_an_object")
     turns = first_value(record, TURN_KEYS)
-    if isinstance(turns, dict):  # `datasets` stores a list of structs as a struct of lists in some versions
+    if isinstance(turns, dict):  # some versions of `datasets` store a list of structs as a struct of lists
         turns = _rows(turns)
     if not isinstance(turns, list):
         raise DroppedError("no_conversations")
     if not turns:
         raise DroppedError("empty_dialogue")
     messages, changes = _in_order(parse_messages(turns), unanswered)
-    in_turns = [turn["tools"] for turn in turns if turn.get("tools")]  # in the system message, where there is one
+    in_turns = [turn["tools"] for turn in turns if turn.get("tools")]  # some data sets put them into a turn
     if tools := parse_tools(record.get("tools") or next(iter(in_turns), None)):
         messages[0] = messages[0] | {"tools": tools}
     if changed is not None:
@@ -128,7 +122,7 @@ def parse_record(
 
 
 def _in_order(messages: list[Message], unanswered: bool) -> tuple[list[Message], list[str]]:
-    """The messages from the first question to the last answer, and what was removed for that."""
+    """The messages from the first question to the last answer, and the names of the removals."""
     changes = []
     head = messages[:1] if messages[0]["role"] == "system" else []
     body = messages[len(head) :]
@@ -152,19 +146,18 @@ def _in_order(messages: list[Message], unanswered: bool) -> tuple[list[Message],
 
 
 def source_digest(source: str | Path) -> str:
-    """Identity of the data, so that an interrupted store is never continued from another file.
-
-    The SHA-256 of a file's bytes; of a Hub dataset only the name, since its content is known only once read.
-    """
+    """Identity of the data: the start of a file's SHA-256; for a Hub dataset, whose content is unknown, its name."""
     path = Path(source)
-    if not path.is_file():
-        return f"hub:{source}"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return file_sha256(path)[:16] if path.is_file() else f"hub:{source}"
+
+
+def is_text(source: str) -> bool:
+    """Whether ``source`` is a plain text file."""
+    return source.endswith(".txt") and Path(source).is_file()
 
 
 def check_source(source: str | Path) -> None:
-    """Raise ValueError at once where ``source`` names a file that is not there, or a folder that cannot be read."""
+    """Raise ValueError if ``source`` is a missing file, or a folder that cannot be read as a dataset."""
     path = Path(source)
     if path.is_dir():
         there = [file for file in sorted(path.rglob("*")) if file.name.endswith((*DATA_SUFFIXES, *DATASET_SUFFIXES))]
@@ -185,7 +178,7 @@ def check_source(source: str | Path) -> None:
 
 
 def _is_dataset(source: str) -> bool:
-    """Whether ``source`` may name a dataset: a folder here or ``owner/name``, and its configuration and split."""
+    """Whether ``source`` may name a dataset: a folder or ``owner/name``, and its configuration and split."""
     repository, *parts = dataset_parts(source)
     is_named = not source.endswith(DATA_SUFFIXES) and repository.count("/") == 1
     return len(parts) <= 2 and (is_named or Path(repository).is_dir())
@@ -207,19 +200,15 @@ def _records(source: str) -> Iterable[Any]:
 
 
 def dataset_parts(name: str) -> list[str]:
-    """A dataset's folder or repository, and what else ``name`` holds: ``[:config][:split]``."""
-    here = (name.rsplit(":", count) for count in range(3))
-    return next((parts for parts in here if Path(parts[0]).exists()), name.split(":"))
+    """A dataset's folder or repository, followed by the parts of ``name`` after it: ``[:config][:split]``."""
+    candidates = (name.rsplit(":", count) for count in range(3))
+    return next((parts for parts in candidates if Path(parts[0]).exists()), name.split(":"))
 
 
 def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
     """The records of a local dataset folder or of a Hub dataset, ``owner/name[:config][:split]``.
 
-    Args:
-        subset: the configuration, where ``name`` has none.
-
-    Raises:
-        ValueError: `datasets` is not installed, there is no such dataset, or the name fits several of its parts.
+    ``subset``: the configuration if ``name`` has none. Raises ValueError without `datasets` or such a dataset.
     """
     try:
         import datasets
@@ -251,7 +240,7 @@ def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
 
 
 def _config_or_split(repository: str, word: str) -> tuple[str | None, str]:
-    """Configuration and split of ``owner/name:word``, which is either."""
+    """Configuration and split of ``owner/name:word``, where ``word`` is one of the two."""
     import datasets
 
     names = _config_names(repository)
@@ -270,7 +259,7 @@ def _config_or_split(repository: str, word: str) -> tuple[str | None, str]:
 
 
 def _config_names(repository: str) -> list[str]:
-    """The dataset's configurations; none where the Hub does not tell, as without a network."""
+    """The dataset's configurations; [] if they cannot be read, as without a network."""
     import datasets
 
     with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):

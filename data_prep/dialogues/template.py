@@ -1,8 +1,8 @@
-"""Print dialogues, with their reasoning and tool calls, through a tokenizer's chat template.
+"""Print dialogues, with reasoning and tool calls, through a tokenizer's chat template.
 
-Reasoning goes to the template under the keys that templates read. A template that reads none of them and contains
-``</think>`` gets the reasoning within the text. Parts that the template does not print are left out and counted. A
-template that prints today's date prints one fixed date instead.
+Reasoning goes to the template under the keys that templates read. A template without these keys but with ``</think>``
+gets the reasoning within the text. What the template does not print is left out and counted. A template that prints
+today's date prints one fixed date instead.
 """
 
 import contextlib
@@ -22,19 +22,12 @@ THOUGHT = "\ue0f4\ue0f5the thought\ue0f6\ue0f7"
 THINK, END_THINK = "<think>", "</think>"
 KEPT_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# Errors of a template that cannot print the messages: its own refusal, and Python's where it has no check.
+# Errors of a template that cannot print the messages: raised by the template, or by Python if it has no check.
 REFUSALS = (TemplateError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Args:
-        date: YYYY-MM-DD, printed if the template prints a date; default: today.
-
-    Attributes:
-        text: the template itself. date: None where the template prints none.
-    """
+    """The chat template ``text`` of a tokenizer; ``date``: YYYY-MM-DD, default today; None if it prints no date."""
 
     def __init__(self, tokenizer: Any, name: str, date: str | None = None) -> None:
         self.tokenizer, self.name = tokenizer, name
@@ -46,22 +39,18 @@ class ChatTemplate:
             self._options["chat_template"] = NOW.sub(lambda call: json.dumps(day.strftime(call[2])), self.text)
 
     def print(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The text of the messages; with ``prompt``, to where the assistant's next answer begins.
-
-        Raises:
-            DroppedError: reason ``template_refused``.
-        """
+        """The text of the messages, with ``prompt`` also the generation prompt; raises ``template_refused``."""
         return self._print([for_template(message, self._form) for message in messages], messages, prompt)
 
     def settle(self, messages: Sequence[Message]) -> tuple[list[list[Message]], list[str]]:
-        """Return a dialogue's records, as the target sees them while it writes answers, and the names of the changes.
+        """A dialogue's records, as the target sees them while it writes answers, and the names of the changes.
 
         Most templates print earlier answers without their reasoning. A dialogue with reasoning then becomes one record
-        per turn, which ends with that turn's answer. Every answer is trained on in one record, and has ``weight`` 0 in
+        per turn, which ends with that turn's answer. Each answer is trained on in one record and has ``weight`` 0 in
         the others.
 
         Raises:
-            DroppedError: reasons ``template_refused``, ``tools_not_printed`` (calls or results of tools), and
+            DroppedError: ``template_refused``, ``tools_not_printed`` (calls or results of tools), or
                 ``no_trained_turn`` (all answers have ``weight`` 0).
         """
         kept, changes = list(messages), list[str]()
@@ -91,7 +80,7 @@ class ChatTemplate:
         return views[::-1], changes
 
     def _check_tools(self, messages: Sequence[Message]) -> None:
-        """Raise DroppedError where calls of tools or their results are not printed, or printed as answers."""
+        """Raise DroppedError if tool calls or results are not printed, or are printed as answers."""
         text, calls = self.print(messages), any("tool_calls" in message for message in messages)
         missing = calls and self._try([_without(message, "tool_calls") for message in messages]) == text
         results = [n for n, message in enumerate(messages) if message["role"] == "tool"]
@@ -106,13 +95,13 @@ class ChatTemplate:
             )
 
     def _try(self, messages: Sequence[Message]) -> str | None:
-        """The text; None where the template refuses the messages."""
+        """The text; None if the template refuses the messages."""
         with contextlib.suppress(DroppedError):
             return self.print(messages)
         return None
 
     def _shows(self, messages: Sequence[Message], turn: int) -> bool:
-        """Whether the reasoning of an answer is printed."""
+        """Whether the template prints the reasoning of an answer."""
         message = messages[turn]
         if "reasoning_content" in message:
             message = message | {"reasoning_content": THOUGHT}
@@ -122,7 +111,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _form(self) -> str:
-        """How the template takes an answer's reasoning: under its "keys", within the "text", or "" for not at all."""
+        """How the template reads an answer's reasoning: under its "keys", within the "text", or "" for not at all."""
         probe = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": PLACEHOLDER, "reasoning_content": THOUGHT},
@@ -147,7 +136,7 @@ class ChatTemplate:
 
 
 def for_template(message: Message, form: str = "") -> Message:
-    """A message with the keys that templates read, its reasoning in one of ``ChatTemplate``'s forms."""
+    """A message with the keys that templates read; ``form``: see ``ChatTemplate._form``."""
     found = {key: message[key] for key in KEPT_KEYS if key in message}
     reasoning = message.get("reasoning_content", "")
     if form == "text" and reasoning:
@@ -161,17 +150,16 @@ def for_template(message: Message, form: str = "") -> Message:
 
 
 def has_thought(message: Message) -> bool:
-    """Whether an answer has reasoning, beside its text or within it."""
+    """Whether an answer has reasoning, in its own key or within its text."""
     before, found, _ = message["content"].rpartition(END_THINK)
     thought = message["role"] == "assistant" and found and before.replace(THINK, "").strip()
     return "reasoning_content" in message or bool(thought)
 
 
 def only_reasoning(cut: str, prompt: str = "") -> bool:
-    """Whether an answer that was cut at the limit is all reasoning: it or its prompt opens ``<think>``, never closed.
+    """Whether the answer ``cut``, which ran into the limit, is all reasoning: an open ``<think>`` is never closed.
 
-    Args:
-        cut: the whole generated text. prompt: the rendered prompt, or its end.
+    ``prompt``: the rendered prompt or its end, which may open ``<think>``.
     """
     return END_THINK not in cut and (cut.lstrip().startswith(THINK) or prompt.rstrip().endswith(THINK))
 

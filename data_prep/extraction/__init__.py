@@ -1,1 +1,1 @@
-"""A dump whose target runs in vLLM: its process, the program that it runs there, and what writes shards there."""
+"""Hidden states of the target for feature stores: by our own engine, or by vLLM in its own process."""

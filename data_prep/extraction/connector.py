@@ -1,7 +1,7 @@
-"""vLLM's ``extract_hidden_states`` keeps hidden states in its KV cache: this connector moves them into a feature store.
+"""Connector of vLLM that moves hidden states from its KV cache (``extract_hidden_states``) into a feature store.
 
-Loaded by ``kv_connector_module_path``. vLLM makes one for its scheduler, which learns of ended requests and of the
-cache's blocks that hold their states, and one for each worker; the first worker of the last layers reads the blocks.
+vLLM loads it by ``kv_connector_module_path`` and makes one for its scheduler, which knows the ended requests and their
+cache blocks, and one for each worker. The first worker of the last layers reads the blocks.
 """
 
 from dataclasses import dataclass, field
@@ -20,42 +20,37 @@ from drafters.model.ends import load_norm
 
 @dataclass
 class EndedRequests(KVConnectorMetadata):
-    """From the scheduler to the workers."""
+    """Message from the scheduler to the workers."""
 
     requests: list[Ended] = field(default_factory=list)
 
 
 class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Hidden states to shards."""
+    """Hands the hidden states of ended requests to ``Shards``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         own = [number for number, spec in enumerate(groups) if isinstance(spec, HiddenStateCacheSpec)]
         if len(own) != 1 and len(groups) != 1:
-            raise ValueError(
-                f"the hidden states' own cache cannot be told from the {len(groups)} groups of this target"
-            )
-        self._group = own[0] if own else 0  # with a target whose layers are all alike there is one group for all
+            raise ValueError(f"no single cache group of hidden states among the {len(groups)} groups of this target")
+        self._group = own[0] if own else 0  # targets whose layers are all alike have one group for everything
         self._ended: list[Ended] = []  # the scheduler's
         self._shards: Shards | None = None  # the worker's
 
     def get_finished_count(self) -> int:
-        """One worker says that a request's blocks are free, not all."""
+        """Number of workers that must report a request's blocks as free."""
         return 1
 
     # In the scheduler.
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """There is nothing to load."""
+        """Nothing to load."""
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """There is nothing to load."""
-
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
-        """Keep the blocks of a request that has ended until they are read."""
+        """Keep the blocks of an ended request until they are read."""
         place = request.kv_transfer_params
-        if not place or not block_ids or not block_ids[self._group]:  # vLLM's own, or aborted before it ran
+        if not place or not block_ids or not block_ids[self._group]:  # vLLM's own request, or an aborted one
             return False, None
         self._ended.append(
             Ended(request.request_id, **place, tokens=request.num_prompt_tokens, blocks=list(block_ids[self._group]))
@@ -63,17 +58,17 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """The same where there is one group."""
+        """The same for one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def build_connector_meta(self, scheduler_output: Any) -> EndedRequests:
-        """What the workers are told in this step."""
+        """The message of this step."""
         told, self._ended = EndedRequests(self._ended), []
         return told
 
     # In a worker.
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Find the states' own cache ``[blocks, states, tokens of a block, H]``; other workers write nothing."""
+        """Find the cache of states ``[blocks, states, tokens of a block, H]``; other workers write nothing."""
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         if layers and get_tensor_model_parallel_rank() == 0:
             model = self._vllm_config.model_config
@@ -82,7 +77,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._shards = Shards(cache, norm)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
-        """Read what has ended; on a GPU what is computed next waits in line behind the copies."""
+        """Read the ended requests; on a GPU, the next step runs after the copies, in stream order."""
         told = self._get_connector_metadata() if self.has_connector_metadata() else EndedRequests()
         if self._shards is None or not told.requests:
             return None, None
@@ -90,19 +85,12 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._shards.take(ended)
         return {ended.request for ended in told.requests}, None
 
-    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """There is nothing to load."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing to load; nothing to save per layer, because a request is read as a whole."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """There is nothing to load."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Layer by layer there is nothing to save: a request is read as a whole."""
-
-    def wait_for_save(self) -> None:
-        """The blocks are kept."""
+    update_state_after_alloc = start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
-        """A token's states lie side by side: vLLM's own connector for these states wants them so."""
+        """A token's states are contiguous, as in vLLM's own connector for these states."""
         return "LBNHC"

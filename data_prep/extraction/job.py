@@ -1,83 +1,50 @@
-"""What a dump hands to vLLM's process: a folder with the store's header, the shards to write and their dialogues."""
+"""A job of vLLM's process: a folder with the store's header, and tokens and masks of the shards to write."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from data_prep.dialogues.encoding import EncodedSplit
-from data_prep.store.manifest import StoreManifest
+from data_prep.extraction.dump import without_states
+from data_prep.store.manifest import StoreManifest, shard_file
 from data_prep.store.writer import Shard
 from drafters.common.files import save_tensors
 
-JOB, DIALOGUES, FAILED = "job.json", "dialogues.safetensors", "failed"
+JOB, FAILED = "job.json", "failed"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Shards of one split, on either side.
-
-    Attributes:
-        store: the folder that they are written to, whose lock the dump holds.
-        header: of the store, without counts.
-        spans: of each shard its number and the dialogues ``first..last`` of the split.
-        dialogues: ``input_ids`` and ``loss_mask`` of those of all shards, laid end to end, and their ``offsets``.
-    """
+    """Shards of one split by their numbers, without states. The dump holds the lock of the folder ``store``."""
 
     folder: Path
     store: Path
-    header: StoreManifest
-    spans: list[tuple[int, int, int]]
-    ids: list[str]
-    dialogues: dict[str, torch.Tensor]
+    header: StoreManifest  # without counts
+    shards: dict[int, Shard]
 
     @classmethod
     def write(
         cls, folder: Path, store: Path, header: StoreManifest, spans: list[tuple[int, int, int]], split: EncodedSplit
     ) -> None:
-        """Make the folder."""
-        taken = [split.dialogues[row] for _, first, last in spans for row in range(first, last)]
-        ids = [split.ids[row] for _, first, last in spans for row in range(first, last)]
+        """Make the folder for the shards ``(number, first, last)`` of dialogues ``first..last``."""
         folder.mkdir(parents=True, exist_ok=True)
-        offsets = torch.tensor([0, *(len(dialogue.input_ids) for dialogue in taken)]).cumsum(0)
-        parts = {name: [torch.from_numpy(getattr(one, name)) for one in taken] for name in ("input_ids", "loss_mask")}
-        tensors = {name: torch.cat(rows) for name, rows in parts.items()} | {"offsets": offsets}
-        save_tensors({**tensors, "input_ids": tensors["input_ids"].int()}, folder / DIALOGUES)
-        facts = {"store": str(store.absolute()), "header": header.model_dump(), "spans": spans, "ids": ids}
+        shards = []
+        for number, first, last in spans:
+            shard = without_states(split, first, last)
+            save_tensors({"input_ids": shard.input_ids, "loss_mask": shard.loss_mask}, folder / shard_file(number))
+            shards.append({"number": number, "ids": shard.ids, "lengths": shard.lengths})
+        facts = {"store": str(store.absolute()), "header": header.model_dump(), "shards": shards}
         (folder / JOB).write_text(json.dumps(facts))
 
     @classmethod
     def read(cls, folder: str) -> "Job":
-        """What ``write`` wrote."""
+        """Read a folder that ``write`` made."""
         facts: dict[str, Any] = json.loads((Path(folder) / JOB).read_text())
-        spans = [(number, first, last) for number, first, last in facts["spans"]]
-        header, dialogues = StoreManifest(**facts["header"]), load_file(Path(folder) / DIALOGUES)
-        return cls(Path(folder), Path(facts["store"]), header, spans, facts["ids"], dialogues)
-
-    def rows(self, place: int) -> range:
-        """Which of the job's dialogues are the shard's at ``place`` among the ``spans``."""
-        start = sum(last - first for _, first, last in self.spans[:place])
-        _, first, last = self.spans[place]
-        return range(start, start + last - first)
-
-    def tokens(self, row: int) -> list[int]:
-        """Of one dialogue."""
-        start, end = self.dialogues["offsets"][row : row + 2].tolist()
-        tokens: list[int] = self.dialogues["input_ids"][start:end].tolist()
-        return tokens
-
-    def shard(self, place: int, states: dict[str, torch.Tensor], scales: dict[str, torch.Tensor]) -> Shard:
-        """The shard at ``place`` with its hidden states."""
-        rows, offsets = self.rows(place), self.dialogues["offsets"]
-        start, end = int(offsets[rows.start]), int(offsets[rows.stop])
-        return Shard(
-            ids=self.ids[rows.start : rows.stop],
-            lengths=offsets[rows.start : rows.stop + 1].diff().tolist(),
-            input_ids=self.dialogues["input_ids"][start:end],
-            loss_mask=self.dialogues["loss_mask"][start:end],
-            states=states,
-            scales=scales,
-        )
+        shards = {}
+        for one in facts["shards"]:
+            tensors = load_file(Path(folder) / shard_file(one["number"]))
+            shards[one["number"]] = Shard(one["ids"], one["lengths"], tensors["input_ids"], tensors["loss_mask"], {})
+        return cls(Path(folder), Path(facts["store"]), StoreManifest(**facts["header"]), shards)

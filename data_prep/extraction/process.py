@@ -1,4 +1,4 @@
-"""vLLM's process, as a dump sees it: started once, then given the missing shards of one split after the other."""
+"""vLLM's process, from the dump's side: started once, then given the missing shards of one split after another."""
 
 import contextlib
 import json
@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from data_prep.common.other_python import start
@@ -20,15 +19,11 @@ WORKER = "data_prep.extraction.worker"
 
 
 class VLLM:
-    """vLLM with the target loaded, as a context manager.
+    """vLLM with the target loaded, as a context manager; raises ValueError on entering if it cannot be started.
 
     Args:
-        python: of its environment.
-        settings: of ``vllm.LLM``, and ``layers``: the hidden states that are kept, by the number of layers before them.
-        folder: for what is handed over, and for the log; on several machines it must be one that they share.
-
-    Raises (on entering):
-        ValueError: it cannot be started, or not with these settings.
+        settings: keywords of ``vllm.LLM``, and ``layers``: the hidden states to keep, as numbers of layers before them.
+        folder: for jobs and log; shared by all machines that vLLM uses.
     """
 
     def __init__(self, python: Path, settings: dict[str, Any], folder: Path) -> None:
@@ -36,6 +31,8 @@ class VLLM:
         self.log = folder / "vllm.log"
         self._jobs = 0
         self._process: subprocess.Popen[str]
+        self._stdin: IO[str]
+        self._stdout: IO[str]
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +40,8 @@ class VLLM:
             self._process = start(self._python.absolute(), WORKER, self.log)
         except OSError as error:
             raise ValueError(f"vllm.python: {self._python} cannot be started ({error.strerror})") from None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         try:
             self._say(self._settings)
             self._hear("loaded")
@@ -51,9 +50,7 @@ class VLLM:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end()
         if error is None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -66,13 +63,12 @@ class VLLM:
         split: EncodedSplit,
         progress: Callable[[int], object],
     ) -> None:
-        """Have shards written, whose store's lock the caller holds; ``progress`` is told of tokens.
+        """Let vLLM write shards of a store whose lock the caller holds; ``progress`` gets numbers of tokens.
 
-        Raises:
-            ValueError: one could not be, or vLLM failed; what is written stays.
+        Raises ValueError if vLLM fails; finished shards stay.
         """
         self._jobs += 1
-        job = (self._folder / f"job-{self._jobs}").absolute()  # of a name that the connector has not read yet
+        job = (self._folder / f"job-{self._jobs}").absolute()  # a new name, because the connector caches jobs
         shutil.rmtree(job, ignore_errors=True)
         Job.write(job, store, header, spans, split)
         self._say(str(job))
@@ -80,13 +76,13 @@ class VLLM:
         shutil.rmtree(job)
 
     def _say(self, value: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is gone: why is heard next
-            _pipe(self._process.stdin).write(json.dumps(value) + "\n")
-            _pipe(self._process.stdin).flush()
+        with contextlib.suppress(BrokenPipeError):  # ``_hear`` reports why it ended
+            self._stdin.write(json.dumps(value) + "\n")
+            self._stdin.flush()
 
     def _hear(self, last: str, progress: Callable[[int], object] = lambda tokens: None) -> None:
-        """Read answers up to the one that has the key ``last``."""
-        for line in _pipe(self._process.stdout):
+        """Read messages up to one with the key ``last``."""
+        for line in self._stdout:
             told = json.loads(line)
             if "error" in told:
                 raise ValueError(f"vLLM: {told['error']} (its log: {self.log})")
@@ -99,17 +95,12 @@ class VLLM:
         raise ValueError(f"vLLM ended (status {status}){said} ({self.log})")
 
     def _end(self) -> None:
-        """It leads a session of its own, which ends with it."""
+        """End the process and its session."""
         with contextlib.suppress(OSError):
-            _pipe(self._process.stdin).close()
+            self._stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        _pipe(self._process.stdout).close()
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
+        self._stdout.close()

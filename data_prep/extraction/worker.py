@@ -1,7 +1,7 @@
-"""What a dump runs with vLLM's Python: lines of JSON on stdin (the settings, then jobs' folders) and on stdout.
+"""Program that a dump runs with vLLM's Python. It reads lines of JSON (the settings, then folders of jobs) from stdin.
 
-Every dialogue is a prompt of which one token more is asked for. The connector writes the shards; this program feeds the
-engine, and says how many tokens it has done.
+Every dialogue is a prompt with one token to generate. The connector writes the shards; this program gives the dialogues
+to the engine and reports finished tokens on stdout.
 """
 
 import json
@@ -16,20 +16,16 @@ from data_prep.extraction.job import FAILED, Job
 from data_prep.store.manifest import shard_file
 
 DEFAULTS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process; workers of several GPUs have their own
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process; workers of several GPUs have their own
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-QUEUED = 2  # steps' worth of tokens that wait, so that every step is full
+QUEUED = 2  # waiting tokens in units of steps, so that every step is full
 
 
 class Engine:
-    """vLLM with the target loaded, keeping the hidden states that the store wants.
-
-    Attributes:
-        step_tokens: that it takes in a step.
-    """
+    """vLLM with the target, keeping the hidden states of the store; ``step_tokens``: most tokens of a step."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         for name, value in DEFAULTS.items():
@@ -52,42 +48,38 @@ class Engine:
         ).llm_engine
 
     def add(self, name: str, tokens: list[int], place: dict[str, Any]) -> None:
-        """A dialogue; the connector is told of its ``place``."""
+        """Add a dialogue; the connector gets its ``place``."""
         asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "detokenize": False}
         settings = self._vllm.SamplingParams(**asked, extra_args={"kv_transfer_params": place})
         self._engine.add_request(name, {"prompt_token_ids": tokens}, settings)
 
     def step(self) -> list[str]:
-        """The names of those that have ended in one step more."""
+        """Run one step and return the names of the requests that ended."""
         return [output.request_id for output in self._engine.step() if output.finished]
 
 
 def run(engine: Engine, folder: str, say: Callable[[dict[str, Any]], None]) -> None:
-    """Have all shards of a job written.
-
-    Raises:
-        ValueError: one could not be.
-    """
+    """Process a job; raises ValueError if a shard could not be written."""
     job, parent = Job.read(folder), os.getppid()
     waiting: dict[str, int] = {}  # tokens of each request that has not ended
 
     def step() -> None:
         if os.getppid() != parent:
-            sys.exit("the dump is gone")  # with its lock
+            sys.exit("the dump has ended")  # and with it the store's lock
         if ended := engine.step():
             say({"tokens": sum(waiting.pop(name) for name in ended)})
 
-    for place in range(len(job.spans)):
-        for row, number in enumerate(job.rows(place)):
-            tokens, name = job.tokens(number), f"{place}-{row}"
+    for number, shard in job.shards.items():
+        for row, tokens in enumerate(shard.input_ids.split(shard.lengths)):
+            name = f"{number}-{row}"
             waiting[name] = len(tokens)
-            engine.add(name, tokens, {"job": folder, "place": place, "row": row})
+            engine.add(name, tokens.tolist(), {"job": folder, "number": number, "row": row})
             while sum(waiting.values()) > QUEUED * engine.step_tokens:
                 step()
     while waiting:
         step()
-    # The connector hears of the last requests in a step of their own, and a thread writes the last shards.
-    left = {job.store / Path(shard_file(number)).with_suffix(".json") for number, *_ in job.spans}
+    # The connector gets the last requests in another step, and a thread writes the last shards.
+    left = {job.store / Path(shard_file(number)).with_suffix(".json") for number in job.shards}
     while left := {record for record in left if not record.exists()}:
         if (job.folder / FAILED).exists():
             raise ValueError((job.folder / FAILED).read_text())
@@ -96,7 +88,7 @@ def run(engine: Engine, folder: str, say: Callable[[dict[str, Any]], None]) -> N
 
 
 def main(load: Callable[[dict[str, Any]], Engine] = Engine) -> None:
-    """Answer until stdin ends. What vLLM prints goes to stderr."""
+    """Answer until stdin ends; vLLM's own output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,8 +1,8 @@
-"""What a feature store says about itself: its manifest, the plan of its shards, and one record per finished shard.
+"""Description of a feature store: its manifest, the plan of its shards, and one record per finished shard.
 
-While a store is being written, ``manifest.json`` holds the settings and the plan, and each finished shard has its
-record in a file beside it (``shard-00007.json``), so that any number of processes can write without a common file.
-The last one to finish merges the records into the manifest and removes them.
+While a store is being written, ``manifest.json`` has the settings and the plan, and each finished shard has a record in
+a file of its own (``shard-00007.json``), so that several processes need no common file. The last process to finish
+merges the records into the manifest and removes them.
 """
 
 import hashlib
@@ -20,26 +20,32 @@ MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
 FORMAT_VERSION = 2
 NON_FINITE = "non_finite"
+STORED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}  # of one value
+ID_AND_MASK_BYTES, SCALE_BYTES = 5, 4  # of one token: int32 and bool; float32
 
-# What two runs must share to write into one store, and what may be said when they do not.
+# Settings that two runs must share to write into one store.
 SAME = (
     "target_name", "target_revision", "target_fingerprint", "hidden_size", "vocab_size", "taps", "target_dtype",
     "dtype", "tokenizer_hash", "template_hash", "template_date", "max_length", "limit", "answers", "source_digest",
 )  # fmt: skip
-NOT_COMPARED_IF_NONE = ("answers", "template_date")  # of stores made before it was written down
-# The same target under another path or name is the same target: its fingerprint tells.
-NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
-
+NOT_COMPARED_IF_NONE = ("answers", "template_date")  # older stores do not record them
+NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")  # the same target under another path
 
 Count = Annotated[int, Field(ge=0)]
 Answers = Literal["own", "sampled", "given"]
+ANSWERS: dict[Answers | None, str] = {  # in words
+    "own": "the target's own, greedy",
+    "sampled": "the target's own, sampled",
+    "given": "as the data file gives them",
+    None: "not recorded",
+}
 
 
 class ShardEntry(BaseModel):
     """One finished shard; ``bytes`` is the file's size.
 
-    ``file`` is a plain name, as ``shard_file`` makes it: a manifest may come from anywhere and must not point out of
-    the store. The file itself may be a link to another disk, which only whoever owns the folder can have put there.
+    ``file`` must be a plain name: a manifest may come from anywhere and must not point outside of the store. The file
+    itself may be a link, which only the folder's owner can have made.
     """
 
     file: str = Field(pattern=r"^shard-[0-9]{5,}\.safetensors$")
@@ -50,7 +56,7 @@ class ShardEntry(BaseModel):
 
 
 class ShardRecord(BaseModel):
-    """What became of the ``consumed`` dialogues of the shard ``number``; without one finite dialogue it has no file."""
+    """Outcome of the ``consumed`` dialogues of the shard ``number``; no ``entry`` if none of them is finite."""
 
     number: Count
     consumed: Count
@@ -60,10 +66,9 @@ class ShardRecord(BaseModel):
 
 
 class ShardPlan(BaseModel):
-    """How a split is cut into shards, whoever writes them.
+    """How a split is cut into shards: each ends with the dialogue that reaches ``shard_tokens`` tokens.
 
-    ``digest`` is of the lengths of all ``dialogues``, in order: two processes that tokenize differently must not write
-    one store. Each shard ends with the dialogue that reaches ``shard_tokens`` tokens.
+    ``digest`` is a hash of all dialogues' lengths in order: processes that tokenize differently must not share a store.
     """
 
     shard_tokens: Count
@@ -79,17 +84,7 @@ class ShardPlan(BaseModel):
 
 
 class StoreManifest(BaseModel):
-    """What the features were made from and what is there.
-
-    ``dtype`` is that of features and taps on disk (int8 and float8: with a scale per token), ``target_dtype`` the one
-    that the target ran in. ``chat_template`` is the file whose template took the place of the tokenizer's, if any;
-    ``template_hash`` is of the template used. ``template_date`` (YYYY-MM-DD), the day on which the store was begun, is
-    what the template prints as today's date; None: it prints none. ``dropped`` counts the records that were left out,
-    by reason; ``changed`` those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the
-    target's ``own`` greedy ones, ``sampled`` by it, or ``given``; None: not recorded. ``consumed`` counts the encoded
-    dialogues that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is set when the
-    store is begun. ``complete`` is False while dialogues are still missing.
-    """
+    """Settings and content of a store."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -99,35 +94,34 @@ class StoreManifest(BaseModel):
     target_fingerprint: str
     hidden_size: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
-    target_dtype: str
+    target_dtype: str  # in which the target ran
     taps: list[Count]
-    dtype: str
+    dtype: str  # of features and taps on disk (int8 and float8: with a scale per token)
     tokenizer_hash: str
-    template_hash: str
+    template_hash: str  # of the template used
+    # The day on which the store was begun, which the template prints as today's date; None: it prints no date.
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    chat_template: str | None = None
+    chat_template: str | None = None  # the file whose template was used instead of the tokenizer's
     max_length: int
     limit: int | None = None
     source: str
     source_digest: str
-    answers: Answers | None = None
-    plan: ShardPlan | None = None
-    consumed: Count = 0
+    answers: Answers | None = None  # the target's own greedy ones, sampled by it, or given; None: not recorded
+    plan: ShardPlan | None = None  # set when the store is begun
+    consumed: Count = 0  # encoded dialogues on which the target has run: ``dialogues`` and the non-finite ones
     dialogues: Count = 0
     tokens: Count = 0
     response_tokens: Count = 0
-    dropped: dict[str, Count] = {}
-    changed: dict[str, Count] = {}
+    dropped: dict[str, Count] = {}  # records left out, by reason
+    changed: dict[str, Count] = {}  # records kept in another form (``truncated``: cut at ``max_length`` tokens)
     shards: list[ShardEntry] = []
     versions: dict[str, str] = {}
     commit: str | None = None
-    complete: bool = False
+    complete: bool = False  # False while dialogues are missing
 
     @property
     def token_bytes(self) -> int:
-        """Bytes on disk of one token: its id, its place in the mask, its feature and its taps."""
-        from data_prep.store.quantise import token_bytes
-
+        """Bytes on disk of one token: id, mask, feature and taps."""
         return token_bytes(self.hidden_size, len(self.taps), self.dtype)
 
     @property
@@ -152,6 +146,12 @@ class StoreManifest(BaseModel):
         )
 
 
+def token_bytes(hidden_size: int, taps: int, dtype: str) -> int:
+    """Bytes on disk of one token with its feature and ``taps`` other states, each ``hidden_size`` wide."""
+    state = hidden_size * STORED_BYTES[dtype] + (SCALE_BYTES if STORED_BYTES[dtype] == 1 else 0)
+    return ID_AND_MASK_BYTES + (1 + taps) * state
+
+
 def shard_file(number: int) -> str:
     """The name of a shard; its record has the suffix ``.json``."""
     return f"shard-{number:05d}.safetensors"
@@ -168,25 +168,17 @@ def plan_shards(lengths: list[int], shard_tokens: int) -> Iterator[tuple[int, in
 
 
 def read_manifest(folder: Path) -> StoreManifest:
-    """The store's manifest; of a half-written store, with the shards that are finished so far.
-
-    Raises:
-        ValueError: there is none, or it is not one that this version reads.
-    """
+    """The store's manifest, for a half-written store with its finished shards; raises ValueError as ``read_header``."""
     header = read_header(folder)
     if header.complete:
         return header
     records = read_shard_records(folder)
-    header = read_header(folder)  # its writers may have merged it meanwhile, and removed records before they were read
+    header = read_header(folder)  # again: its writers may have merged it, and removed records before they were read
     return header if header.complete else header.with_records(records)
 
 
 def read_header(folder: Path) -> StoreManifest:
-    """What ``manifest.json`` itself says: of a half-written store, the settings and plan.
-
-    Raises:
-        ValueError: there is none, or it is not one that this version reads.
-    """
+    """The content of ``manifest.json``, for a half-written store settings and plan; ValueError if it is unusable."""
     file = folder / MANIFEST
     if not file.is_file():
         what = "does not exist" if not folder.exists() else f"holds no {MANIFEST}"
@@ -203,10 +195,10 @@ def read_header(folder: Path) -> StoreManifest:
                 f"{file} has format version {version}, this code reads version {FORMAT_VERSION}; remake the store"
             )
         manifest = StoreManifest(**data)
+        wrong = _wrong_counts(manifest)
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
-        problem = _first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise ValueError(f"{file} is damaged ({problem}); delete {folder} and make the features again") from error
-    if wrong := _wrong_counts(manifest):
+        wrong = _first_problem(error) if isinstance(error, ValidationError) else str(error)
+    if wrong:
         raise ValueError(f"{file} is damaged ({wrong}); delete {folder} and make the features again")
     return manifest
 
@@ -217,7 +209,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _wrong_counts(manifest: StoreManifest) -> str | None:
-    """What does not add up within a manifest, if anything."""
+    """The first contradiction within a manifest; None if there is none."""
     shards = manifest.shards
     if len({shard.file for shard in shards}) < len(shards):
         return "a shard is listed twice"
@@ -233,28 +225,25 @@ def _wrong_counts(manifest: StoreManifest) -> str | None:
 
 
 def read_shard_records(folder: Path) -> list[ShardRecord]:
-    """The records of a half-written store, by number. Those that vanish meanwhile were merged, and are left out.
-
-    Raises:
-        ValueError: one is damaged.
-    """
+    """The records of a half-written store, by number; raises ValueError if one is damaged."""
     records = []
     for file in sorted(folder.glob(RECORDS)):
         try:
             records.append(ShardRecord.model_validate_json(file.read_bytes()))
-        except FileNotFoundError:
+        except FileNotFoundError:  # merged meanwhile
             continue
         except ValidationError as error:
-            problem = _first_problem(error)
-            raise ValueError(f"{file} is damaged ({problem}); delete it, and its shard is made again") from error
+            raise ValueError(
+                f"{file} is damaged ({_first_problem(error)}); delete it, and its shard is made again"
+            ) from error
     return sorted(records, key=lambda record: record.number)
 
 
 def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, shared: bool = False) -> None:
-    """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``.
+    """Raise ValueError unless ``manifest``, found in ``folder``, has the settings of ``wanted``.
 
-    A store that holds no features yet may be begun again with any settings, unless it is ``shared``: other processes
-    are computing for it.
+    A store without features may be begun again with any settings, unless it is ``shared``: other processes are
+    computing for it.
     """
     if not (manifest.consumed or manifest.complete or shared):
         return
@@ -264,7 +253,8 @@ def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, sha
     pairs = [pair for pair in pairs if not (pair[0] in NOT_COMPARED_IF_NONE and None in pair)]
     if found := [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
         raise ValueError(
-            f"{folder} holds features made otherwise: {'; '.join(found)}. Give another `out`, or delete {folder} first"
+            f"{folder} holds features with other settings: {'; '.join(found)}. Give another `out`, or delete {folder} "
+            "first"
         )
     there, here = manifest.plan, wanted.plan
     if there and here and (there.dialogues, there.tokens, there.digest) != (here.dialogues, here.tokens, here.digest):

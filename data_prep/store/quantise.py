@@ -1,8 +1,8 @@
-"""How hidden states lie on disk: in 16 or 32 bits as they are, or in 8 bits with one scale per token.
+"""Hidden states on disk: in 16 or 32 bits unchanged, or in 8 bits with one scale per token.
 
-Symmetric, by the token's largest absolute value: ``value = stored * scale``. Per token, since hidden states of one
-token are alike in size while those of different tokens differ by orders of magnitude (the first token of a dialogue
-above all); one scale for all would leave most tokens a few of the 255 steps.
+Symmetric: ``value = stored * scale``; the scale comes from the token's largest absolute value. Hidden states of
+different tokens differ by orders of magnitude (a dialogue's first token has the largest), so one scale for all tokens
+would leave most of them only a few of the 255 steps.
 """
 
 import torch
@@ -10,37 +10,25 @@ from torch import Tensor
 
 from drafters.model.files import resolve_dtype
 
-# What is stored, and its largest value: the token's largest absolute value becomes that.
+# Stored dtype and its largest value, which represents the token's largest absolute value.
 SCALED = {"int8": (torch.int8, 127.0), "float8": (torch.float8_e4m3fn, 448.0)}
-ID_AND_MASK_BYTES = 5  # a token's id (int32) and its place in the loss mask (bool)
-SCALE_BYTES = 4
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """The dtype of the tensors on disk: ``"int8"`` -> ``torch.int8``.
-
-    Raises:
-        ValueError: not one of float32, bfloat16, float16, int8, float8.
-    """
+    """The dtype of the tensors on disk: ``"int8"`` -> ``torch.int8``; ValueError for an unknown name."""
     return SCALED[name][0] if name in SCALED else resolve_dtype(name)
 
 
 def state_names(taps: list[int]) -> list[str]:
-    """The store's names of the hidden states that it holds of each token: the feature and one per tap."""
+    """Names of a token's stored hidden states: the feature and one per tap."""
     return ["features", *(f"tap_{layer}" for layer in taps)]
 
 
-def token_bytes(hidden_size: int, taps: int, dtype: str) -> int:
-    """Bytes on disk of one token with its feature and ``taps`` other states, each ``hidden_size`` wide."""
-    state = hidden_size * storage_dtype(dtype).itemsize + (SCALE_BYTES if dtype in SCALED else 0)
-    return ID_AND_MASK_BYTES + (1 + taps) * state
-
-
 def to_storage(states: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
-    """Floating point ``[..., H]`` -> what is stored ``[..., H]`` and, for int8 and float8, float32 scales ``[...]``.
+    """Floating point ``[..., H]`` -> stored values ``[..., H]`` and, for int8 and float8, float32 scales ``[...]``.
 
-    A token with a NaN has the scale NaN, one with an infinite value an infinite scale, so that the check for those
-    needs the scales alone. A token of zeros (or below float32's normal numbers) has the scale 0 and is read as zeros.
+    A token with a NaN or infinite value has a NaN or infinite scale, so checking the scales is enough. A token of zeros
+    (or below float32's normal numbers) has the scale 0 and is read as zeros.
     """
     if dtype not in SCALED:
         return states.to(resolve_dtype(dtype)), None
@@ -50,10 +38,10 @@ def to_storage(states: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     # In float32, and from here on in place: a batch of a large target's states takes hundreds of megabytes.
     steps = states / torch.where(scale == 0, torch.ones_like(scale), scale).unsqueeze(-1)
     steps = (steps.round_() if kind == torch.int8 else steps).clamp_(-most, most)
-    # Cast to int8, a NaN is whatever the machine makes of it; the token's scale tells, so zeros will do.
+    # The int8 value of a NaN depends on the machine, so store 0: the scale marks the token.
     return steps.masked_fill_(~torch.isfinite(scale).unsqueeze(-1), 0.0).to(kind), scale
 
 
 def from_storage(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``to_storage`` made, ``[T, H]`` with scales ``[T]``, as floating point ``dtype`` again."""
+    """Inverse of ``to_storage``: stored ``[T, H]`` and scales ``[T]`` -> floating point ``dtype`` ``[T, H]``."""
     return stored.float().mul_(scale.unsqueeze(-1)).to(dtype)

@@ -1,13 +1,12 @@
-"""The feature store: one split's tokens, loss masks, features and exit-layer states, in safetensors shards.
+"""Read a feature store: one split's tokens, loss masks, features and exit-layer states, in safetensors shards.
 
-A store is a folder: ``manifest.json`` and ``shard-00000.safetensors``, ... Each shard holds whole dialogues, laid end
-to end: ``input_ids`` [tokens] int32, ``loss_mask`` [tokens] bool, ``features`` [tokens, H], ``tap_<l>`` [tokens, H] for
-each tap, and ``offsets`` [dialogues + 1] int64. Where these states are int8 or float8, ``features_scale`` and
-``tap_<l>_scale`` [tokens] float32 stand beside them. Readers memory-map; `writer.py` writes.
+A store is a folder: ``manifest.json`` and ``shard-00000.safetensors``, ... A shard has whole dialogues end to end:
+``input_ids`` [tokens] int32, ``loss_mask`` [tokens] bool, ``features`` [tokens, H], ``tap_<l>`` [tokens, H] for each
+tap, and ``offsets`` [dialogues + 1] int64. int8 and float8 states also have ``features_scale`` and ``tap_<l>_scale``
+[tokens] float32. Files are memory-mapped. ``writer.py`` writes them.
 """
 
 import bisect
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data_prep.common.disk import file_sha256
 from data_prep.store.manifest import ShardEntry, StoreManifest, read_manifest
 from data_prep.store.quantise import SCALED, from_storage, state_names, storage_dtype
 from drafters.common.paths import readable
@@ -26,14 +26,15 @@ DTYPES_IN_FILE = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"
 }  # fmt: skip
 
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # {name of a state: stored values [T, H], scales [T]}
+
 
 @dataclass(frozen=True)
 class StoredDialogue:
     """``input_ids`` [T] int64, ``loss_mask`` [T] bool, ``features`` [T, H] and ``taps`` {layer: [T, H]}.
 
-    ``loss_mask[t]`` is True iff token t belongs to an assistant answer, end-of-turn token included. Features and taps
-    are views of the file on disk: pages are read when touched. Of an int8 or float8 store they are computed, in the
-    store's ``read_dtype``, when first asked for.
+    ``loss_mask[t]`` is True if token t belongs to an answer, end-of-turn token included. Features and taps are views of
+    the mapped file. For an int8 or float8 store they are computed at the first access, in the store's ``read_dtype``.
     """
 
     input_ids: torch.Tensor
@@ -43,18 +44,12 @@ class StoredDialogue:
 
 
 class _ScaledDialogue(StoredDialogue):
-    """A dialogue of an int8 or float8 store; ``states`` {name: stored [T, H], scale [T]}."""
+    """A dialogue of an int8 or float8 store."""
 
-    _states: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    _states: Pairs
     _dtype: torch.dtype
 
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        states: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, input_ids: torch.Tensor, loss_mask: torch.Tensor, states: Pairs, dtype: torch.dtype) -> None:
         self.__dict__.update(input_ids=input_ids, loss_mask=loss_mask, _states=states, _dtype=dtype)
 
     @cached_property
@@ -68,10 +63,10 @@ class _ScaledDialogue(StoredDialogue):
 
 
 class FeatureStore:
-    """A finished store, read by index: ``store[i]`` is a StoredDialogue, in the order of the data file.
+    """A finished store: ``store[i]`` is a StoredDialogue, in the order of the data file.
 
-    It can be given to DataLoader workers: files are mapped when first read, in each process. ``read_dtype`` is that of
-    the features and taps read: the stored one, or bfloat16 where that is int8 or float8 (set it for another one).
+    DataLoader workers can share it: each process maps the files at the first read. ``read_dtype``, which may be set, is
+    the dtype of features and taps: the stored one, or bfloat16 for int8 and float8.
     """
 
     def __init__(self, path: Path, manifest: StoreManifest) -> None:
@@ -81,7 +76,7 @@ class FeatureStore:
         self._states = state_names(manifest.taps)
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
         self._offsets = [self._read_offsets(entry) for entry in manifest.shards]
-        # Index of the first dialogue of each shard, and one past the last.
+        # Index of the first dialogue of each shard, and one past the last dialogue.
         self._first = [0, *itertools.accumulate(entry.dialogues for entry in manifest.shards)]
 
     @classmethod
@@ -89,8 +84,8 @@ class FeatureStore:
         """Open the store of one split, for example ``runs/stdlib-features/train``.
 
         Raises:
-            ValueError: no store there, a run that has not finished, or a shard that is missing, cut short or does not
-                hold what the manifest says. Flipped bytes are found by `verify`.
+            ValueError: no store, a half-written one, or a shard that is missing, cut short or does not match the
+                manifest. ``verify`` also finds changed bytes.
         """
         folder = Path(path)
         manifest = read_manifest(folder)
@@ -105,7 +100,7 @@ class FeatureStore:
         return cls(folder, manifest)
 
     def __len__(self) -> int:
-        """Dialogues."""
+        """Number of dialogues."""
         return self._first[-1]
 
     @property
@@ -130,18 +125,14 @@ class FeatureStore:
         return StoredDialogue(ids, mask, rows["features"], taps)
 
     def shards_of(self, dialogues: Iterable[int]) -> set[int]:
-        """The numbers (places in the manifest) of the shards that hold ``dialogues``."""
+        """Places in the manifest of the shards with these ``dialogues``."""
         return {bisect.bisect_right(self._first, index) - 1 for index in dialogues}
 
     def __iter__(self) -> Iterator[StoredDialogue]:
         return (self[index] for index in range(len(self)))
 
     def verify(self) -> None:
-        """Read every byte and compare the checksums.
-
-        Raises:
-            ValueError: naming every shard whose content is not what was written.
-        """
+        """Read every byte and compare the checksums; raises ValueError with the name of every damaged shard."""
         if broken := broken_shards(self.path, self.manifest):
             raise ValueError(
                 f"{self.path}: {'; '.join(broken)}; copy it again, or delete {self.path} and make the features again"
@@ -151,7 +142,7 @@ class FeatureStore:
         return {**self.__dict__, "_shards": {}}  # a worker process maps the files itself
 
     def _read_offsets(self, entry: ShardEntry) -> torch.Tensor:
-        """Offsets of a shard, after checking its header (not its content) against the manifest."""
+        """Offsets of a shard, after a check of its header against the manifest."""
         file = self.path / entry.file
         hidden, kind = self.manifest.hidden_size, DTYPES_IN_FILE[storage_dtype(self.manifest.dtype)]
         expected = {"input_ids": ["I32", entry.tokens], "loss_mask": ["BOOL", entry.tokens]}
@@ -180,7 +171,7 @@ class FeatureStore:
 
 
 def size_problem(folder: Path, entry: ShardEntry) -> str | None:
-    """What is wrong with the file of ``entry``, as far as its size tells; None if nothing is."""
+    """A problem with the existence or size of the shard's file; None if there is none."""
     file = folder / entry.file
     size = file.stat().st_size if file.is_file() else None
     if size == entry.bytes:
@@ -190,7 +181,7 @@ def size_problem(folder: Path, entry: ShardEntry) -> str | None:
 
 
 def broken_shards(folder: Path, manifest: StoreManifest, progress: Callable[[int], object] | None = None) -> list[str]:
-    """Read every shard of ``manifest``; what is wrong with those that are not as they were written."""
+    """Read every shard of ``manifest`` and return a description of each problem."""
     broken, differing = [], []
     for entry in manifest.shards:
         problem = size_problem(folder, entry)
@@ -206,14 +197,8 @@ def broken_shards(folder: Path, manifest: StoreManifest, progress: Callable[[int
 
 
 def is_whole(folder: Path, entry: ShardEntry) -> bool:
-    """Whether a shard, read byte by byte, is as it was written."""
+    """Whether a shard's bytes are the ones that were written."""
     try:
         return size_problem(folder, entry) is None and file_sha256(folder / entry.file) == entry.sha256
     except OSError:
         return False
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
-"""Writing a feature store so that a kill, a full disk or a second process never leaves a wrong one behind.
+"""Write a feature store so that a kill, a full disk or a second process never leaves a damaged one.
 
-A shard is written under a temporary name, flushed to disk and renamed; then its record is written in the same way.
-What has no record does not exist: a run that died between the two writes that shard again. Shards are numbered over
-the whole split, so that any number of processes can share the work, and another number can go on with it.
+A shard is written under a temporary name, flushed to disk and renamed; then its record is written in the same way. A
+shard without a record counts as missing and is written again. Shards are numbered over the whole split, so any number
+of processes can share the work, and another number can continue it.
 """
 
 import contextlib
@@ -13,35 +13,24 @@ from pathlib import Path
 
 import torch
 
-from data_prep.common.disk import write_error
+from data_prep.common.disk import file_sha256, write_error
 from data_prep.common.ranks import Rank
+from data_prep.store import manifest as layout
 from data_prep.store.lock import LOCK, RankLock, folder_lock
-from data_prep.store.manifest import (
-    MANIFEST,
-    NON_FINITE,
-    RECORDS,
-    ShardEntry,
-    ShardRecord,
-    StoreManifest,
-    check_same,
-    plan_shards,
-    read_header,
-    read_shard_records,
-    shard_file,
-)
+from data_prep.store.manifest import MANIFEST, NON_FINITE, ShardEntry, ShardRecord, StoreManifest
 from data_prep.store.quantise import to_storage
-from data_prep.store.reader import file_sha256, size_problem
+from data_prep.store.reader import size_problem
 from drafters.common.files import replace_text, replacing, save_tensors
 
-# Odd dialogues overflow one by one; so many mean that the dtype is too narrow, or the target broken.
+# Single dialogues may overflow. Above this number and share, the dtype is too narrow or the target broken.
 MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Whole dialogues laid end to end; ``states`` {"features", "tap_3", ...} are [tokens, H] in floating point.
+    """Whole dialogues end to end; ``states`` {"features", "tap_3", ...} are [tokens, H] in floating point.
 
-    Or as they are to be stored already, where ``scales`` {name: float32 [tokens]} tells so.
+    With ``scales`` {name: float32 [tokens]} they are quantised already.
     """
 
     ids: list[str]
@@ -51,14 +40,20 @@ class Shard:
     states: dict[str, torch.Tensor]
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def with_states(self, buffer: dict[str, torch.Tensor]) -> "Shard":
+        """This shard with views of the first tokens of ``buffer`` {name: [tokens, H], name_scale: [tokens]}."""
+        parts = {name: values[: len(self.input_ids)] for name, values in buffer.items()}
+        scales = {name.removesuffix("_scale"): part for name, part in parts.items() if name.endswith("_scale")}
+        return replace(self, states={k: v for k, v in parts.items() if not k.endswith("_scale")}, scales=scales)
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The shard's tensors by the names of the store's format."""
+        """The shard's tensors by their names in the file."""
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
         named = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.bool(), "offsets": offsets}
         return {**named, **self.states, **{f"{name}_scale": scale for name, scale in self.scales.items()}}
 
     def stored_as(self, dtype: str) -> "Shard":
-        """This shard with its states as the store's ``dtype`` wants them."""
+        """This shard with its states in the store's ``dtype``."""
         if self.scales:
             return self
         pairs = {name: to_storage(values, dtype) for name, values in self.states.items()}
@@ -66,15 +61,14 @@ class Shard:
         return replace(self, states={name: stored for name, (stored, _) in pairs.items()}, scales=scales)
 
     def finite(self) -> tuple["Shard", list[str]]:
-        """The dialogues without NaN or infinite values; of each other one, its id and what is not finite."""
-        # By token. An 8-bit value cannot be NaN or infinite, but its scale is where the value was.
-        good = {name: torch.isfinite(self.scales.get(name, values)) for name, values in self.states.items()}
-        good = {name: tokens if name in self.scales else tokens.all(-1) for name, tokens in good.items()}
-        if all(tokens.all() for tokens in good.values()):
+        """The dialogues without NaN or infinite values, and id and states of each other dialogue."""
+        good = {}
+        for name, values in self.states.items():  # 8-bit values are always finite; their scale shows it
+            rows = torch.isfinite(self.scales[name]) if name in self.scales else torch.isfinite(values).all(-1)
+            good[name] = torch.stack([part.all() for part in rows.split(self.lengths)])
+        whole = torch.stack(list(good.values())).all(0)  # [dialogues]
+        if whole.all():
             return self, []
-        # By dialogue.
-        good = {name: torch.stack([part.all() for part in rows.split(self.lengths)]) for name, rows in good.items()}
-        whole = torch.stack(list(good.values())).all(0)
         tokens = whole.repeat_interleave(torch.tensor(self.lengths))
         kept = Shard(
             ids=list(itertools.compress(self.ids, whole)),
@@ -92,23 +86,27 @@ class Shard:
 
 
 class StoreWriter:
-    """Writes one process's shards of one split's store, as a context manager that holds its rank's lock of the folder.
+    """Writes one process's shards of one store, as a context manager that holds its rank's lock of the folder.
 
     Args:
         path: the store's folder; it is made if missing. A half-written store in it is continued.
         header: the manifest's settings (and plan), with all counts zero.
         rank: this process among those that write the store.
 
+    Attributes:
+        stale_writer: the process that held the lock and died without releasing it.
+        damaged: problems of finished shards that were missing or cut short and are written again.
+
     Raises (on entering):
-        ValueError: another process writes there as the same rank or with another number of ranks, the folder holds
-            something else, or a store made with other settings.
+        ValueError: another process writes there as the same rank or with another number of ranks, or the folder has
+            other files or a store with other settings.
     """
 
     def __init__(self, path: str | Path, header: StoreManifest, rank: Rank | None = None) -> None:
         self.path = Path(path)
         self.rank = rank or Rank()
-        self.stale_writer: str | None = None  # who held the lock and died without releasing it
-        self.damaged: list[str] = []  # finished shards that were found missing or cut, and have to be written again
+        self.stale_writer: str | None = None
+        self.damaged: list[str] = []
         self._header = header.model_copy(deep=True)
         self._records: dict[int, ShardRecord] = {}
         self._open = contextlib.ExitStack()
@@ -128,97 +126,81 @@ class StoreWriter:
 
     @property
     def manifest(self) -> StoreManifest:
-        """The manifest with all shards that this process knows of: those it found on entering, and its own."""
+        """The manifest with the shards found on entering and those written by this process."""
         return self._header if self._header.complete else self._header.with_records(self._records.values())
 
     def missing(self, lengths: list[int]) -> list[tuple[int, int, int]]:
         """``(number, first, last)`` of the shards of dialogues ``first..last`` that this rank has still to write.
 
-        ``lengths``: the tokens of all dialogues of the split. How they are cut was settled by whoever began the store.
+        ``lengths``: tokens of all dialogues of the split; the plan of the process that began the store cuts them.
         """
         assert self._header.plan is not None
         if self._header.complete:
             return []
-        plan = enumerate(plan_shards(lengths, self._header.plan.shard_tokens))
+        plan = enumerate(layout.plan_shards(lengths, self._header.plan.shard_tokens))
         return [(number, *span) for number, span in plan if self.rank.takes(number) and number not in self._records]
 
     def write(self, shard: Shard, number: int | None = None) -> list[str]:
-        """Write one shard, without the dialogues that hold NaN or infinite values, and its record; counts them.
+        """Write one shard, without dialogues with NaN or infinite values, and its record.
 
         Args:
             shard: its states are converted to the store's dtype.
-            number: its place in the plan; None: the next one.
+            number: its place in the plan; default: the next one.
 
         Returns:
-            of each dialogue left out, its id and what is not finite in it.
+            id and non-finite states of each dialogue left out.
 
         Raises:
-            ValueError: so many are not finite that the dtype or the target is to blame; the shard is not written.
-            OSError: the disk is full or the file cannot be written; the shards before it stay.
+            ValueError: too many dialogues are not finite; the shard is not written.
+            OSError: the disk is full or the file cannot be written; earlier shards stay.
         """
         if number is None:
             number = max(self._records, default=-1) + 1
         kept, wrong = shard.stored_as(self._header.dtype).finite()
-        manifest = self.manifest
-        consumed = manifest.consumed + len(shard.lengths)
-        non_finite = manifest.dropped.get(NON_FINITE, 0) + len(wrong)
-        if _too_many(non_finite, consumed):
-            raise ValueError(self._blame(non_finite, consumed, wrong))
-        record = ShardRecord(
-            number=number, consumed=len(shard.lengths), non_finite=len(wrong), response_tokens=int(kept.loss_mask.sum())
-        )
-        self._write_shard(kept, record)
-        return wrong
-
-    def _write_shard(self, shard: Shard, record: ShardRecord) -> None:
-        """The file first, then its record; a shard of no dialogue has no file."""
-        name = shard_file(record.number)
+        before, count, name = self.manifest, len(shard.lengths), layout.shard_file(number)
+        self._check_finite(before.dropped.get(NON_FINITE, 0) + len(wrong), before.consumed + count, wrong)
+        answers = int(kept.loss_mask.sum())
+        record = ShardRecord(number=number, consumed=count, non_finite=len(wrong), response_tokens=answers)
         try:
-            if shard.lengths:
+            if kept.lengths:  # the file first, then its record
                 with replacing(self.path / name) as temporary:
-                    save_tensors(shard.tensors(), temporary)
+                    save_tensors(kept.tensors(), temporary)
                     record.entry = ShardEntry(
                         file=name,
-                        dialogues=len(shard.lengths),
-                        tokens=sum(shard.lengths),
+                        dialogues=len(kept.lengths),
+                        tokens=sum(kept.lengths),
                         bytes=temporary.stat().st_size,
                         sha256=file_sha256(temporary),
                     )
-            replace_text(self._record_file(record.number), record.model_dump_json())
+            replace_text(self._record_file(number), record.model_dump_json())
         except OSError as error:
-            done, dialogues = self.manifest.shards, self.manifest.dialogues
-            kept = f"the {len(done)} shards before it ({dialogues:,} dialogues) are kept"
-            raise write_error(error, self.path / name, kept) from error
-        self._records[record.number] = record
+            said = f"the {len(before.shards)} shards before it ({before.dialogues:,} dialogues) are kept"
+            raise write_error(error, self.path / name, said) from error
+        self._records[number] = record
+        return wrong
 
     def finish(self, dropped: dict[str, int], changed: dict[str, int]) -> StoreManifest:
-        """Merge all ranks' records into the manifest and mark the store complete, if every shard is there.
+        """If all shards exist, merge all ranks' records into the manifest and mark the store complete.
 
-        Otherwise another rank has shards to write, and merges when it is through: ``complete`` of the manifest
-        returned tells. A kill before, in or after the merging loses nothing. ``dropped``: the records left out before
-        the target ran, by reason; ``changed``: those kept in another form.
-
-        Raises:
-            ValueError: it holds no dialogue, or few of all, since the others were not finite.
+        Otherwise another rank merges later; ``complete`` of the returned manifest tells. A kill at any moment loses
+        nothing. ``dropped``: records left out before the target ran, by reason; ``changed``: kept in another form.
+        Raises ValueError if too many dialogues are not finite.
         """
         with folder_lock(self.path):
-            self._header = read_header(self.path)
-            if self._header.complete:
-                self._remove_records()
-                return self._header
-            self._load_records()
-            merged = self.manifest
-            if merged.plan is not None and merged.consumed < merged.plan.dialogues:
-                return merged
-            non_finite = merged.dropped.get(NON_FINITE, 0)
-            if non_finite and (not merged.dialogues or _too_many(non_finite, merged.consumed)):
-                raise ValueError(self._blame(non_finite, merged.consumed, []))
-            dropped = {**dropped, NON_FINITE: non_finite} if non_finite else dropped
-            merged.dropped, merged.changed = dict(sorted(dropped.items())), dict(sorted(changed.items()))
-            merged.complete = True
-            self._save_header(merged)
+            self._header = layout.read_header(self.path)
+            if not self._header.complete:
+                self._load_records()
+                merged = self.manifest
+                if merged.plan is not None and merged.consumed < merged.plan.dialogues:
+                    return merged
+                non_finite = merged.dropped.get(NON_FINITE, 0)
+                self._check_finite(non_finite, merged.consumed, [], none_left=not merged.dialogues)
+                dropped = {**dropped, NON_FINITE: non_finite} if non_finite else dropped
+                merged.dropped, merged.changed = dict(sorted(dropped.items())), dict(sorted(changed.items()))
+                merged.complete = True
+                self._save_header(merged)
             self._remove_records()
-            return merged
+            return self._header
 
     def _continue_or_start(self, shared: bool) -> None:
         wanted = self._header
@@ -227,24 +209,27 @@ class StoreWriter:
             if foreign:
                 raise ValueError(
                     f"{self.path} is no feature store, yet holds {', '.join(foreign[:3])}; give another `out`, or "
-                    f"empty the folder"
+                    "empty the folder"
                 )
             self._save_header(wanted)
             return
-        found = read_header(self.path)
+        found = layout.read_header(self.path)
         if not found.complete:
             self._load_records()
-            self._remove_temporaries()
-        check_same(self.path, found.with_records(self._records.values()), wanted, shared)
+            for leftover in self.path.glob(".shard-*.tmp"):  # of a dead process, unless of another rank's shard
+                number = leftover.name.removeprefix(".shard-").partition(".")[0]
+                if number.isdigit() and self.rank.takes(int(number)):
+                    leftover.unlink(missing_ok=True)
+        layout.check_same(self.path, found.with_records(self._records.values()), wanted, shared)
         if found.complete or self._records or shared:
             self._header = found
-        else:  # nothing was written yet: with the settings of now
+        else:  # nothing was written yet: use the new settings
             self._save_header(wanted)
 
     def _load_records(self) -> None:
-        """The records there; one whose shard is missing or cut is removed, so that the shard is written again."""
+        """Load the records, and remove those whose shard is missing or cut, so that it is written again."""
         self._records = {}
-        for record in read_shard_records(self.path):
+        for record in layout.read_shard_records(self.path):
             if record.entry is not None and (problem := size_problem(self.path, record.entry)):
                 self.damaged.append(problem)
                 self._record_file(record.number).unlink(missing_ok=True)
@@ -252,17 +237,10 @@ class StoreWriter:
                 self._records[record.number] = record
 
     def _record_file(self, number: int) -> Path:
-        return (self.path / shard_file(number)).with_suffix(".json")
-
-    def _remove_temporaries(self) -> None:
-        """What a dead process left of its share; the other ranks may be writing theirs."""
-        for leftover in self.path.glob(".shard-*.tmp"):
-            number = leftover.name.removeprefix(".shard-").partition(".")[0]
-            if number.isdigit() and self.rank.takes(int(number)):
-                leftover.unlink(missing_ok=True)
+        return (self.path / layout.shard_file(number)).with_suffix(".json")
 
     def _remove_records(self) -> None:
-        for file in self.path.glob(RECORDS):
+        for file in self.path.glob(layout.RECORDS):
             file.unlink(missing_ok=True)
         self._records = {}
 
@@ -270,19 +248,19 @@ class StoreWriter:
         replace_text(self.path / MANIFEST, json.dumps(header.model_dump(), indent=1))
         self._header = header
 
-    def _blame(self, non_finite: int, consumed: int, wrong: list[str]) -> str:
+    def _check_finite(self, non_finite: int, consumed: int, wrong: list[str], none_left: bool = False) -> None:
+        """Raise ValueError if too many of the ``consumed`` dialogues are not finite, or if none is."""
+        too_many = non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed
+        if not (too_many or (non_finite and none_left)):
+            return
         ran, stored = self._header.target_dtype, self._header.dtype
         if "float16" in (ran, stored):
             fix = "float16 ends at 65,504: set dtype (and store_dtype, if given) to bfloat16 or float32"
         else:
-            fix = f"In {ran} no sound target overflows: look at its weights, or try dtype float32"
+            fix = f"In {ran} a sound target does not overflow: check its weights, or try dtype float32"
         example = "".join(f"; for example {dialogue}" for dialogue in wrong[:1])
         kept = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
-        return (
+        raise ValueError(
             f"{non_finite:,} of the first {consumed:,} dialogues have NaN or infinite features (target in {ran}, "
             f"stored as {stored}{example}). {fix}{kept}"
         )
-
-
-def _too_many(non_finite: int, consumed: int) -> bool:
-    return non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed

@@ -1,4 +1,4 @@
-"""What drafters.chat does: load, then answer line after line."""
+"""A conversation in the terminal, with drafted tokens in colour."""
 
 import contextlib
 import signal
@@ -6,8 +6,9 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,6 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
@@ -30,38 +30,24 @@ from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel
 from drafters.policy.costs import prepare
 
-COLOURS = ("green", "cyan", "magenta", "yellow")  # of drafters, in the order in which their drafts are first accepted
-# What a model may write and a terminal would obey: escape sequences set its title, its keys or its clipboard.
+COLOURS = ("green", "cyan", "magenta", "yellow")  # of drafters, in the order of their first accepted drafts
+# Removed from a model's output: a terminal's escape sequences can set its title, its keys or its clipboard.
 CONTROLS = dict.fromkeys([*(code for code in range(32) if chr(code) not in "\n\t"), *range(127, 160)])
 COMMANDS = "/reset begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
-class Few:
-    """Ends an answer after a few tokens, whatever it had room for."""
-
-    alters = False
-
-    def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
-        """As they are."""
-        return logits
-
-    def ends(self, row: int, new: list[int]) -> bool:
-        """After eight."""
-        return len(new) >= 8
-
-
 class Stopped(Exception):
-    """Ctrl-C: no more of this answer is wanted."""
+    """Ends an answer before its last token."""
 
 
 @dataclass
 class Answer:
-    """One answer while it is written: printed as its tokens are committed, and counted.
+    """One answer: printed and counted while its tokens are committed.
 
     Attributes:
-        colours: of the drafters, by their names; shared by all answers.
-        drafted: accepted draft tokens, by who drafted them.
-        seconds: from the first token, which the prefill gives, to the last, without those spent on printing.
+        colours: by drafter name; shared by all answers.
+        drafted: number of accepted draft tokens by drafter name.
+        seconds: from the first token, which the prefill gives, to the last, without the time spent on printing.
     """
 
     console: Console
@@ -79,7 +65,7 @@ class Answer:
     _printing: float = 0.0
 
     def write(self, row: int, new: list[int]) -> None:
-        """What ``generate`` calls with the ids of every step."""
+        """Print the new token ids of a step; ``generate`` calls it after every step."""
         now = time.perf_counter()
         if not self.ids:
             self._began = now
@@ -104,21 +90,21 @@ class Answer:
 
     @property
     def speed(self) -> float:
-        """Tokens/s after the prefill; 0 where there was no step."""
+        """Tokens/s after the prefill; 0 if there was no step."""
         return (len(self.ids) - 1) / self.seconds if self.seconds > 0 else 0.0
 
     def summary(self) -> Text:
-        """``tau 2.36, 182 tokens/s, 61% drafted``, with the share of each where several drafted."""
+        """``[91 tokens, tau 2.36, 182 tokens/s, drafted: eagle 61%]``, with the share of each drafter."""
         said = Text(f"[{len(self.ids):,} tokens, tau {self.trace.tau:.2f}, {self.speed:.0f} tokens/s", "dim")
-        for number, (name, count) in enumerate(self.drafted.most_common()):
+        for number, (name, accepted) in enumerate(self.drafted.most_common()):
             said.append(", drafted: " if number == 0 else ", ", "dim")
-            said.append(f"{name} {count / len(self.ids):.0%}", self.colours[name])
+            said.append(f"{name} {accepted / len(self.ids):.0%}", self.colours[name])
         return said.append("; stopped]" if self.stopped else "]", "dim")
 
 
 @dataclass
 class Chat:
-    """A target, a drafter, and what was said."""
+    """A conversation with a target through a drafter; ``plain`` decodes every answer again, for comparison."""
 
     console: Console
     target: TargetModel
@@ -133,11 +119,11 @@ class Chat:
     colours: dict[str, str] = field(default_factory=dict)
 
     def say(self, text: str | Text = "", style: str = "dim") -> None:
-        """A line that is not of the answer."""
+        """Print a line that is not part of an answer."""
         self.console.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids up to where the answer begins.
+        """Token ids of the conversation, up to the beginning of the answer.
 
         Raises:
             ValueError: the template does not take such messages.
@@ -153,10 +139,10 @@ class Chat:
         return list(encoded["input_ids"])
 
     def ask(self, question: str) -> None:
-        """Answer, with the turns before as far as the context holds them.
+        """Answer the question; the oldest turns are dropped if the context is full.
 
         Raises:
-            ValueError: the question alone is too long; what was said before stays.
+            ValueError: the question alone is too long; the conversation does not change.
         """
         limit = min(d.max_context for d in (self.drafter, self.plain) if d is not None) - self.max_new_tokens
         asked = [*self.messages, {"role": "user", "content": question}]
@@ -179,7 +165,7 @@ class Chat:
             self.say(self.verdict(answer, self.decode(self.plain, ids)))
 
     def decode(self, drafter: Drafter, ids: list[int]) -> Answer:
-        """An answer by ``drafter``, printed with what it took."""
+        """Decode and print an answer by ``drafter``, and its figures."""
         answer = Answer(self.console, self.tokenizer, drafter.name, self.colours)
         fit_threads()
         with contextlib.suppress(Stopped), on_interrupt(answer):
@@ -191,12 +177,12 @@ class Chat:
         return answer
 
     def verdict(self, answer: Answer, plain: Answer) -> str:
-        """How the two compare."""
+        """Compare speed and tokens of the two answers."""
         if plain.stopped or not plain.speed:
-            return "[no speedup to tell]"
+            return "[no speedup to report]"
         same = next((n for n, pair in enumerate(zip(answer.ids, plain.ids, strict=False)) if pair[0] != pair[1]), None)
         if self.temperature:
-            tokens = ""  # other draws of the same distribution
+            tokens = ""  # sampled texts differ
         elif same is None:
             tokens = ", the same tokens"
         else:
@@ -204,21 +190,20 @@ class Chat:
         return f"[{self.drafter.name}: {answer.speed / plain.speed:.2f} times as fast{tokens}]"
 
     def warm_up(self) -> None:
-        """Before the first question, which would wait for it: what a step costs is measured, at the temperature and the
-        lengths that may come, and kernels are built by a few tokens of anything.
-        """
+        """Measure step costs and build kernels, so that the first question does not wait for them."""
         ids = self.prompt([{"role": "user", "content": "Hello!"}])
-        with self.console.status("measuring what a step costs here (it is kept for the next time)"):
+        with self.console.status("measuring what a step costs on this machine (cached for the next time)"):
             prepare(self.drafter, 1, Sampling(self.temperature), self.drafter.max_context)
             for drafter in filter(None, (self.drafter, self.plain)):
                 options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
-                # With room for a whole answer: what is captured of its cache is there for the first question.
+                # A cache for a whole answer, because graphs are captured for its size; stopped after a few steps.
                 room = min(self.max_new_tokens, drafter.max_context - len(ids))
-                if room > 0:
-                    generate(self.target, drafter, [ids], max_new_tokens=room, control=Few(), **options)
+                with contextlib.suppress(Stopped):
+                    if room > 0:
+                        generate(self.target, drafter, [ids], max_new_tokens=room, on_tokens=few_steps(), **options)
 
     def talk(self) -> None:
-        """Line after line until the input ends or /quit."""
+        """Read and answer lines until the input ends or /quit."""
         while (line := self._read()) is not None:
             line = line.strip()
             if line == "/reset":
@@ -251,9 +236,20 @@ class Chat:
                 self.say(f"[{COMMANDS}]")
 
 
+def few_steps() -> Callable[[int, list[int]], None]:
+    """A callback of ``generate`` that stops it after the fourth step."""
+    steps = count()
+
+    def stop(row: int, new: list[int]) -> None:
+        if next(steps) >= 4:
+            raise Stopped
+
+    return stop
+
+
 @contextlib.contextmanager
 def on_interrupt(answer: Answer) -> Iterator[None]:
-    """Ctrl-C stops ``answer`` after the step that runs, so that no drafter is left in the middle of something."""
+    """Ctrl-C stops ``answer`` after the current step, so that the drafter's state is complete."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         answer.stopped = True
@@ -266,10 +262,10 @@ def on_interrupt(answer: Answer) -> Iterator[None]:
 
 
 def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
-    """Load what was asked for and talk.
+    """Load target and drafter, and talk.
 
     Raises:
-        ValueError: something does not fit, or cannot be loaded.
+        ValueError: something cannot be loaded, or the limit of an answer does not fit the context.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lets input() edit its line and go back to earlier ones)
@@ -292,15 +288,12 @@ def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
 
 
 def load(console: Console, given: Namespace, method: bool, options: dict[str, Any]) -> Chat:
-    """The conversation's beginning; raises ValueError as ``run`` does."""
+    """A new conversation; raises ValueError as ``run`` does."""
     tokenizer = load_bare_tokenizer(given.target)
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer of {given.target} has no chat template, so it takes no conversation: use one "
-            "that was trained for chat"
-        )
+        raise ValueError(f"the tokenizer of {given.target} has no chat template: use a model that was trained for chat")
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ValueError(f"the tokenizer of {given.target} has no tokenizer.json, by which text is printed as it comes")
+        raise ValueError(f"the tokenizer of {given.target} has no tokenizer.json, which printing token by token needs")
     target = TargetModel.from_pretrained(given.target, given.dtype, quantize=given.quantize)
     name = "autoregressive" if given.drafter == "none" else given.drafter
     drafter = make_drafter(name, target, **options) if method else load_drafter(name, target, **options)

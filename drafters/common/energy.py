@@ -1,7 +1,7 @@
-"""Joules, from the counters of the hardware: NVML's for an NVIDIA GPU, RAPL's for a CPU.
+"""Energy in joules, from hardware counters: NVML's for an NVIDIA GPU, RAPL's for a CPU.
 
-Where there is no counter, or it may not be read, energy is not available, and the report says why. It is never
-estimated. A counter is the whole device's: idle power, and whatever else runs there, are in it.
+If a counter does not exist or may not be read, the report says why: energy is never estimated. A counter measures the
+whole device: it includes idle power and the work of other processes.
 """
 
 import re
@@ -22,17 +22,17 @@ SAMPLE_SECONDS = 0.025
 
 
 class UnavailableError(RuntimeError):
-    """There is no such counter here, or it cannot be read; the message is the reason."""
+    """This machine has no such counter, or it cannot be read; the message is the reason."""
 
 
 class Counter:
-    """Measures from ``start`` to ``stop``; ``how`` is a phrase for the report."""
+    """Energy from ``start`` to ``stop``; ``how`` describes the counter in the report."""
 
     how: str
     _before: Any = None
 
     def start(self) -> None:
-        """From here on."""
+        """Begin to measure."""
         self._before = self._read()
 
     def stop(self) -> float:
@@ -44,10 +44,10 @@ class Counter:
 
 
 class Rapl(Counter):
-    """The energy counters of all CPU packages, in microjoules; they wrap around.
+    """Energy counters of all CPU packages, in microjoules; they wrap around.
 
-    Only packages are read: their sub-domains (cores, memory controllers) are counted in them, and the platform domain
-    of some machines would count them again.
+    Only packages are read: they include their sub-domains (cores, memory controllers), and the platform domain of some
+    machines includes them.
 
     Args:
         root: the kernel's power-capping folder.
@@ -92,7 +92,7 @@ class NvmlEnergy(Counter):
     """A GPU's own energy counter, in millijoules.
 
     Raises:
-        Exception: NVML's own, where the GPU has no such counter (before Volta, or a part of a partitioned one).
+        Exception: an error of NVML, if the GPU has no such counter (older than Volta, or a partition of a GPU).
     """
 
     how = (
@@ -115,7 +115,7 @@ class NvmlPower(Counter):
     """A GPU's power, sampled in a thread and integrated by trapezia, for GPUs without an energy counter.
 
     Raises:
-        Exception: NVML's own, where the GPU does not tell its power either.
+        Exception: an error of NVML, if it does not report the GPU's power either.
     """
 
     how = f"the GPU's power from NVML, sampled every {SAMPLE_SECONDS * 1e3:.0f} ms and integrated by trapezia"
@@ -146,7 +146,7 @@ class NvmlPower(Counter):
         try:
             while not self._ended.wait(SAMPLE_SECONDS):
                 self._samples.append(self._read())
-        except Exception as error:  # an energy that lacks samples is no measurement
+        except Exception as error:  # without all samples the energy is wrong
             self._error = error
 
     def _read(self) -> tuple[float, float]:
@@ -156,16 +156,16 @@ class NvmlPower(Counter):
 
 
 def integrate(samples: list[tuple[float, float]]) -> float:
-    """Joules under (seconds, watts), by trapezia."""
+    """Joules of samples (seconds, watts), by the trapezoidal rule."""
     pairs = zip(samples, samples[1:], strict=False)
     return sum((after - before) * (first + second) / 2 for (before, first), (after, second) in pairs)
 
 
 def gpu_counter(uuid: str) -> Counter:
-    """The energy counter of the GPU with this UUID, or, where it has none, its power.
+    """The energy counter of the GPU with this UUID, or its sampled power if it has no counter.
 
     Raises:
-        UnavailableError: NVML is missing, does not know the GPU, or is told nothing by it.
+        UnavailableError: NVML is missing, does not know the GPU, or gets no figure from it.
     """
     try:
         import pynvml
@@ -184,25 +184,25 @@ def gpu_counter(uuid: str) -> Counter:
 
 @dataclass
 class Reading:
-    """Joules of one call; None where they are not available."""
+    """Joules of one call; None if not available."""
 
     device: float | None = None
     host: float | None = None
 
 
 class EnergyMeter:
-    """Joules of the device that decodes and, beside a GPU's, of the CPU.
+    """Joules of the device that decodes and, if that is a GPU, of the CPU.
 
-    A counter that fails is not asked again: what it would have measured is not available, and the report says why.
+    A counter that fails is not read again, and the report says why.
 
     Args:
-        powercap: where the kernel exposes RAPL.
-        shared: whether other processes use the CPU, whose counters tell nothing of this one's part.
+        powercap: the kernel's folder of RAPL.
+        shared: True if other ranks use the same CPU, so that its counters do not measure this process.
     """
 
     def __init__(self, device: torch.device, powercap: Path = POWERCAP, shared: bool = False) -> None:
         self._counters: dict[str, Counter] = {}
-        self._how: dict[str, str] = {}  # by what is measured: how, or why not
+        self._how: dict[str, str] = {}  # "device" or "host" -> how it is measured, or why not
         if device.type in ("cpu", "cuda") and shared:
             self._how["device" if device.type == "cpu" else "host"] = "several processes share the CPU"
         elif device.type == "cpu":
@@ -220,12 +220,12 @@ class EnergyMeter:
             self._how[place] = self._counters[place].how
         except UnavailableError as error:
             self._how[place] = str(error)
-        except Exception as error:  # NVML's errors are its own; none of them is worth the measurement of speed
+        except Exception as error:  # an error of NVML must not end a measurement of speed
             self._how[place] = f"{type(error).__name__}: {error}"
 
     @contextmanager
     def measure(self) -> Iterator[Reading]:
-        """Around a call; the reading is filled in when it has ended."""
+        """Measure what runs inside the ``with`` block; the reading is filled in at its end."""
         reading = Reading()
         for place in list(self._counters):
             self._ask(place, methodcaller("start"))
@@ -243,5 +243,5 @@ class EnergyMeter:
             return None
 
     def describe(self) -> dict[str, Any]:
-        """For the report: how the energy of the device and (beside a GPU) of the host is measured, or why not."""
+        """For the report: how the energy of the device and the host is measured, or why it is not."""
         return {place: {"available": place in self._counters, "how": how} for place, how in self._how.items()}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def existing_folder(path: Path) -> Path:
-    """``path``, made absolute, or the nearest of its parents that exists."""
+    """``path`` as an absolute path, or its nearest parent that exists."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
@@ -37,7 +37,7 @@ def check_folder(out: Path, key: str = "out:") -> None:
 
 
 def check_new_folder(out: Path, key: str) -> None:
-    """As ``check_folder``, and that nothing is in it yet."""
+    """As ``check_folder``, and check that the folder is empty or does not exist."""
     check_folder(out, key)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{key} {out} is not empty; give another folder, or delete it")
@@ -56,11 +56,11 @@ def check_file(out: Path, key: str = "out:") -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write to the path given and it takes the place of ``path`` at the end: a kill or a power cut leaves the old file
-    or the new one, never a part.
+    """Yield a temporary path, and rename it to ``path`` at the end: a kill or a power cut leaves the old file or the
+    new one, never a part.
 
     Raises:
-        OSError: it cannot be written, and the error names ``path``; the old file stays.
+        OSError: it cannot be written; the error names ``path``, and the old file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -75,8 +75,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_files(folder: Path, last: Sequence[str]) -> Iterator[Path]:
-    """Write files into the folder given and at the end they take the places of those in ``folder``, ``last`` the last,
-    without which it is not whole: a process killed on the way leaves the old files, the new ones, or none of ``last``.
+    """Yield a temporary folder, and move its files into ``folder`` at the end, those named in ``last`` at last.
+
+    A process killed during this leaves the old files, the new ones, or none of ``last``, without which readers refuse
+    the folder.
 
     Raises:
         OSError: they cannot be written.
@@ -111,7 +113,7 @@ def replace_json(path: Path, value: Any, allow_nan: bool = False) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of writing ``path`` name it, unless one within has a name: that of a full disk names no file."""
+    """Let an OSError of writing ``path`` name it: the error of a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -121,7 +123,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Write a file or folder through to the disk."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,7 +132,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the renames in a folder survive a power cut; some file systems cannot, and need not."""
+    """Flush the renames in a folder to the disk, on file systems that can."""
     with contextlib.suppress(OSError):
         sync(path)
 
@@ -158,7 +160,7 @@ def save_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: dict[str
 
 
 def keep_mode(path: Path, mode: int) -> None:
-    """Give a file the ``mode`` that a new one has; safetensors makes its own, which only their owner may read."""
+    """Set the ``mode`` of a file; safetensors creates files that only their owner may read."""
     if path.stat().st_mode != mode:  # some file systems know no modes
         path.chmod(stat.S_IMODE(mode))
 

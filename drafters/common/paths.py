@@ -1,4 +1,4 @@
-"""Which names of models are folders here, repositories on the Hub, or neither; and the cache folder."""
+"""Names of models: folders, Hub repositories, or mistakes; texts without local paths; the cache folder."""
 
 import os
 import re
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
-READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
-# A path of this machine within a text: from the root, a home, a drive, a server (UNC) or the working directory, also
-# behind an option's letter (-I/home/u). No URL, no "a/b".
+READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that libraries read in a folder
+# A local path in a text: from the root, a home, a drive, a server (UNC) or the working directory, also after an
+# option's letter (-I/home/u). Not a URL, not "a/b".
 LOCAL = re.compile(
     r"(?:(?<![\w./~<-])|(?:(?<=^-[A-Za-z])|(?<=\s-[A-Za-z]))(?=[/~][^\s/]*/))(?!//)"
     r"(?:file://)?(?:[A-Za-z]:[\\/]|\\\\[\w.-]+\\|(?:~[\w.-]*|\.\.?)?/)"
     r"""[^\s'"`,;|<>()\[\]{}]+"""
 )
-# A text that is one absolute path, whose folders may have spaces. No command with options, no "/word and more words".
+# A text that is one absolute path, with or without spaces. Not a command with options, not "/word and more words".
 ONE_PATH = re.compile(
     r"(?:file://)?(?:[A-Za-z]:[\\/]|\\\\[\w.-]+\\|~[\w.-]*/|/[^\s/]+/|/\S+$)"
     r"""(?:[^\s"`,;|<>]|[ ](?![-/~]))*"""
@@ -23,9 +23,9 @@ ONE_PATH = re.compile(
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether ``name`` can only mean a folder of this machine, and there is none.
+    """True if ``name`` can only be a local folder, and that does not exist.
 
-    ``checkpoints/x`` could be a Hub repository's name; where ``checkpoints`` is a folder here, it is not meant as one.
+    ``checkpoints/x`` could be a Hub repository, unless ``checkpoints`` is a local folder.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -73,12 +73,12 @@ def _last_component(path: str) -> str:
 
 
 def user_cache() -> Path:
-    """Where this library keeps what it can make again."""
+    """The folder of this library's cached files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
 
 
 def check_model(name: str | None, key: str, revision: str | None = None) -> None:
-    """Raise ValueError if ``name``, a config's ``key``, is not there though it must be a folder, or is no source."""
+    """Raise ValueError if the model ``name``, given as ``key``, is a folder that does not exist or cannot be loaded."""
     if name is None:
         return
     if is_missing_folder(name):
@@ -90,7 +90,7 @@ def check_model(name: str | None, key: str, revision: str | None = None) -> None
 
 
 def check_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Refuse what no model, tokenizer or drafter can be loaded from, before a library opens it and says less.
+    """Refuse a path that no model, tokenizer or drafter can be loaded from, with a clearer message than a library's.
 
     Raises:
         ValueError: ``name`` is a file (torch would unpickle some), a folder and yet has a ``revision``, or a folder
@@ -99,7 +99,7 @@ def check_loadable(name: str | Path, revision: str | None = None) -> None:
     path = Path(name)
     try:
         if path.is_file():
-            raise ValueError(f"{str(name)!r} is a file; give the folder that it lies in: {str(path.parent)!r}")
+            raise ValueError(f"{str(name)!r} is a file; give its folder: {str(path.parent)!r}")
         if not path.is_dir():
             return
         files = sorted(file for file in path.iterdir() if file.suffix in READ and file.is_file())
@@ -115,13 +115,13 @@ def check_loadable(name: str | Path, revision: str | None = None) -> None:
 
 
 def readable(path: Path) -> Path:
-    """``path``; a file that is there and may not be read is a ValueError (safetensors says "No such file" of it)."""
+    """``path``; raises ValueError for a file without read permission (safetensors would report "No such file")."""
     try:
         path.open("rb").close()
     except PermissionError:
         raise ValueError(_denied(path)) from None
     except OSError:
-        pass  # whoever reads it will tell
+        pass  # the reader reports it
     return path
 
 

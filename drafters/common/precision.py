@@ -2,7 +2,6 @@
 
 import logging
 import platform
-import time
 from functools import cache
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from drafters.common.wording import dtype_name
 
 AMPERE = (8, 0)  # CUDA's compute capability from which bf16 is multiplied in hardware
-SIZE = 512  # rows and columns of the matrices that are timed
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -44,24 +42,10 @@ def cpu_instructions() -> str:
 
 @cache
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
-    """Log one warning, with both speeds, if ``dtype`` is bf16 and ``device`` has no instructions for it."""
+    """Log one warning if ``dtype`` is bf16 and ``device`` has no instructions for it."""
     better = fast_dtype(device)
-    if dtype != torch.bfloat16 or better == dtype:
-        return
-    slow, fast = (matmul_gflops(kind, device) for kind in (dtype, better))
-    name = dtype_name(better)
-    logging.getLogger(__name__).warning(
-        "bfloat16 has no fast instructions on %s: %.2g GFLOP/s, and %.2g in %s; set dtype (or precision) to auto or %s",
-        *("this CPU" if device.type == "cpu" else device, slow, fast, name, name),
-    )
-
-
-def matmul_gflops(dtype: torch.dtype, device: torch.device) -> float:
-    """1e9 FLOP/s of a product of two square matrices; takes a few ms, where it is slow half a second."""
-    left, right = (torch.ones(SIZE, SIZE, dtype=dtype, device=device) for _ in range(2))
-    seconds = []
-    for _ in range(3):  # the first one includes set-up
-        start = time.perf_counter()
-        float((left @ right)[0, 0])  # waits for a GPU
-        seconds.append(time.perf_counter() - start)
-    return 2e-9 * SIZE**3 / min(seconds)
+    if dtype == torch.bfloat16 and better != dtype:
+        name = dtype_name(better)
+        where = "this CPU" if device.type == "cpu" else device
+        text = "bfloat16 has no fast instructions on %s; set dtype (or precision) to auto or %s"
+        logging.getLogger(__name__).warning(text, where, name)

@@ -1,4 +1,4 @@
-"""How messages put sizes, long values and class names, and what they say in several places."""
+"""Sizes, long values, dtypes and class names in messages."""
 
 import reprlib
 from typing import Any
@@ -8,7 +8,7 @@ LONGEST = 100  # characters of a value in a message
 
 
 def size_text(size: float) -> str:
-    """Bytes in the unit that suits them, of 1000: ``"512 bytes"``, ``"3.41 MB"``, ``"41.2 GB"``."""
+    """Bytes in a decimal unit: ``"512 bytes"``, ``"3.41 MB"``, ``"41.2 GB"``."""
     unit = 0
     while abs(size) >= (999.5 if unit else 1000) and unit < len(UNITS) - 1:
         size, unit = size / 1000, unit + 1
@@ -19,7 +19,7 @@ def size_text(size: float) -> str:
 
 
 def shortened(value: Any, longest: int = LONGEST) -> str:
-    """``repr(value)`` without what is too long to read: the middle of a text or a number, the end of a list."""
+    """``repr(value)``, shortened in the middle of a long text or number and at the end of a long list."""
     brief = _Repr()
     brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 8, 8, 8, 6
     brief.maxstring = brief.maxlong = brief.maxother = longest
@@ -37,7 +37,7 @@ def with_article(noun: str) -> str:
 
 
 def how_to_import(source: str) -> str:
-    """What to type where ``source`` may be a head in the form of its authors."""
+    """The command that imports ``source``, if that is a head in the form of its authors."""
     return (
         "A released EAGLE head or Kangaroo adapter is imported first: python -m drafters.convert "
         f"{source} --target MODEL --out FOLDER (of Kangaroo with --exit-layer N)"

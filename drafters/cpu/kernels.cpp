@@ -1,4 +1,4 @@
-// What torch's CPU kernels cannot do fast enough for decoding; see cpu_kernels.py, which compiles and calls this.
+// Operations that torch's CPU kernels are slow at when few rows are decoded; kernels.py compiles and calls this.
 // Plain C interface, loops that the compiler vectorises, torch's own OpenMP threads.
 
 #include "attention.h"
@@ -47,19 +47,13 @@ void largest(const T *x, int64_t rows, int64_t width, int64_t *to, int threads) 
 
 }  // namespace
 
-extern "C" void largest_float32(const float *x, int64_t rows, int64_t width, int64_t *to, int threads) {
-    largest(x, rows, width, to, threads);
-}
-extern "C" void largest_bfloat16(const bf16 *x, int64_t rows, int64_t width, int64_t *to, int threads) {
-    largest(x, rows, width, to, threads);
-}
-
-extern "C" void attend_float32(const Attention<float> *attention, int64_t width, int threads) {
-    attend(*attention, width, threads);
-}
-extern "C" void attend_bfloat16(const Attention<bf16> *attention, int64_t width, int threads) {
-    attend(*attention, width, threads);
-}
+#define FOR_DTYPE(name, T)                                                                                              \
+    extern "C" void largest_##name(const T *x, int64_t rows, int64_t width, int64_t *to, int threads) {                 \
+        largest(x, rows, width, to, threads);                                                                           \
+    }                                                                                                                   \
+    extern "C" void attend_##name(const Attention<T> *given, int64_t width, int threads) { attend(*given, width, threads); }
+FOR_DTYPE(float32, float)
+FOR_DTYPE(bfloat16, bf16)
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__FMA__)
 #include <sys/syscall.h>

@@ -18,6 +18,7 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ OUTPUTS = 32  # of two tiles side by side
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _log = logging.getLogger(__name__)
+
+
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of one type for a C structure."""
+    return [(name, kind) for name in names.split()]
 
 
 class FewRows:
@@ -100,20 +106,18 @@ def bias_strides(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
 class _Attention(ctypes.Structure):
     """``Attention`` of attention.h."""
 
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("queries", "keys", "values", "bias", "ends", "out")]
-        + [(name, ctypes.c_int64) for name in ("batch", "rows", "key_heads", "groups", "query_batch", "query_row")]
-        + [(name, ctypes.c_int64) for name in ("key_batch", "key_head", "bias_batch", "bias_row")]
-        + [("scale", ctypes.c_float)]
-    )
+    _fields_ = [
+        *fields(ctypes.c_void_p, "queries keys values bias ends out"),
+        *fields(ctypes.c_int64, "batch rows key_heads groups query_batch query_row"),
+        *fields(ctypes.c_int64, "key_batch key_head bias_batch bias_row"),
+        ("scale", ctypes.c_float),
+    ]
 
 
 class PackedProduct(ctypes.Structure):
     """``Product`` of products.h: tiles, and the bias of their product."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("tiles", "scales", "bias")] + [
-        (name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")
-    ]
+    _fields_ = [*fields(ctypes.c_void_p, "tiles scales bias"), *fields(ctypes.c_int64, "inputs outputs bits")]
 
 
 def most_likely(logits: Tensor) -> Tensor | None:

@@ -34,22 +34,20 @@ ROWS_PER_CALL = 1024
 class _Layer(ctypes.Structure):
     """``Layer`` of layer.h."""
 
-    _fields_ = (
-        [(name, PackedProduct) for name in ("heads", "out", "gate_up", "down")]
-        + [(name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")]
-        + [(name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "head_eps", "scale")]
-        + [(name, ctypes.c_int64) for name in ("hidden", "query_heads", "key_heads", "width")]
-    )
+    _fields_ = [
+        *kernels.fields(PackedProduct, "heads out gate_up down"),
+        *kernels.fields(ctypes.c_void_p, "attention_norm mlp_norm head_norm"),
+        *kernels.fields(ctypes.c_float, "attention_eps mlp_eps head_eps scale"),
+        *kernels.fields(ctypes.c_int64, "hidden query_heads key_heads width"),
+    ]
 
 
 class _Forward(ctypes.Structure):
     """``Forward`` of layer.h."""
 
     _fields_ = [
-        (name, ctypes.c_void_p) for name in ("hidden", "cos", "sin", "bias", "ends", "keys", "values", "out")
-    ] + [
-        (name, ctypes.c_int64)
-        for name in ("batch", "rows", "angle_batch", "key_batch", "key_head", "bias_batch", "bias_row")
+        *kernels.fields(ctypes.c_void_p, "hidden cos sin bias ends keys values out"),
+        *kernels.fields(ctypes.c_int64, "batch rows angle_batch key_batch key_head bias_batch bias_row"),
     ]
 
 
@@ -136,31 +134,16 @@ class JoinedLayers:
             part = slice(start, start + some)
             cos, sin = (angle[part] if angle.shape[0] > 1 else angle for angle in angles)
             own = bias[part] if bias is not None and bias.shape[0] > 1 else bias
-            self._call(hidden[part], (cos, sin), own, ends[part], keys[part], values[part], out[part], step)
+            assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
+            assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
+            forward = _Forward(
+                *(hidden[part].data_ptr(), cos.data_ptr(), sin.data_ptr(), None if own is None else own.data_ptr()),
+                *(states[part].data_ptr() for states in (ends, keys, values, out)),
+                *(len(hidden[part]), rows, cos.stride(0) if cos.shape[0] > 1 else 0, keys.stride(0), keys.stride(1)),
+                *kernels.bias_strides(own, hidden.dtype),
+            )
+            self._run(self._pointers, len(self._pointers), ctypes.byref(forward), step, torch.get_num_threads())
         return out
-
-    def _call(
-        self,
-        hidden: Tensor,
-        angles: "Angles",
-        bias: Tensor | None,
-        ends: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        step: int,
-    ) -> None:
-        batch, rows, _ = hidden.shape
-        cos, sin = angles
-        assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
-        assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
-        forward = _Forward(
-            *(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(ends.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-            *(batch, rows, cos.stride(0) if cos.shape[0] > 1 else 0, keys.stride(0), keys.stride(1)),
-            *kernels.bias_strides(bias, hidden.dtype),
-        )
-        self._run(self._pointers, len(self._pointers), ctypes.byref(forward), step, torch.get_num_threads())
 
 
 def join(layers: "Sequence[PartLayer]", taps: tuple[int, ...]) -> "list[PartLayer]":
@@ -175,13 +158,12 @@ def join(layers: "Sequence[PartLayer]", taps: tuple[int, ...]) -> "list[PartLaye
                 runs[-1].append((layer, own))
                 continue
         runs.append([(layer, own)])
-    return [_joined(run) for run in runs]
-
-
-def _joined(run: "list[tuple[PartLayer, CpuLayer | None]]") -> "PartLayer":
-    native = [own for _, own in run if own is not None]
-    layers = [layer for layer, _ in run]
-    return layers[0]._replace(layer=JoinedLayers(layers, native)) if native else layers[0]
+    joined = []
+    for run in runs:
+        native = [own for _, own in run if own is not None]
+        first = run[0][0]
+        joined.append(first._replace(layer=JoinedLayers([layer for layer, _ in run], native)) if native else first)
+    return joined
 
 
 class _Head(ctypes.Structure):
@@ -189,8 +171,7 @@ class _Head(ctypes.Structure):
 
     _fields_ = [
         ("layer", ctypes.c_void_p),
-        ("fc", PackedProduct),
-        ("lm_head", PackedProduct),
+        *kernels.fields(PackedProduct, "fc lm_head"),
         ("embeddings", ctypes.c_void_p),
     ]
 
@@ -199,10 +180,10 @@ class _Pass(ctypes.Structure):
     """``Pass`` of pass.h."""
 
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("features", "parents", "tokens", "positions", "cos", "sin", "see", "keys", "values", "out")
-        + ("probabilities", "places")
-    ] + [(name, ctypes.c_int64) for name in ("rows", "committed", "before", "key_head", "judged", "ranks")]
+        *kernels.fields(ctypes.c_void_p, "features parents tokens positions cos sin see keys values out"),
+        *kernels.fields(ctypes.c_void_p, "probabilities places"),
+        *kernels.fields(ctypes.c_int64, "rows committed before key_head judged ranks"),
+    ]
 
 
 class HeadPass:

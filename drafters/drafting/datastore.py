@@ -1,4 +1,4 @@
-"""Datastore of REST (He et al. 2024): the tokens of many texts and their suffix array, in one safetensors file.
+"""Datastore of REST (He et al. 2023): the tokens of many texts and their suffix array, in one safetensors file.
 
 The file is mapped into memory, so that a lookup reads only the parts it needs. ``python -m data_prep.datastore`` makes
 one.
@@ -21,7 +21,7 @@ from drafters.drafting.retrieval import BETWEEN
 from drafters.model.target import TargetModel
 
 CONTENT, FORMAT_VERSION = "datastore", "1"
-SORTED = 32  # tokens that suffixes are sorted by; suffixes with equal tokens stand in the order of the datastore
+SORTED = 32  # tokens that suffixes are sorted by; equal ones are in the order of the datastore
 
 
 class Datastore(NamedTuple):

@@ -1,11 +1,11 @@
-"""Publish a trained drafter on the Hub, with a model card that says what was measured.
+"""Publish a trained drafter on the Hub, with a model card.
 
     python -m drafters.hub push RUN REPO_ID [--private] [--revision BRANCH] [--certificate F] [--report F] [--dry-run]
 
-RUN is the folder of a training run (TensorBoard's events go along) or of any checkpoint. --certificate takes the folder
-(or lossless.json) that eval.lossless wrote, --report the folder (or report.json) of eval.speed; of another target or
-method they are refused. --dry-run lists what would be sent, --card F writes the card: neither sends anything. What was
-broken off goes on with the same command.
+RUN is the folder of a training run (its TensorBoard events are sent, too) or of any checkpoint. --certificate takes the
+folder (or lossless.json) of eval.lossless, --report the folder (or report.json) of eval.speed; those of another target
+or method are refused. --dry-run lists the files, and --card F writes the card into F: neither sends anything. The same
+command continues an interrupted upload.
 """
 
 from pathlib import Path

@@ -1,10 +1,8 @@
-"""Drafters on disk and on the Hub: ``config.json`` and ``model.safetensors``, strict both ways, nothing pickled.
+"""Checkpoints of drafters, on disk and on the Hub: ``config.json`` and ``model.safetensors``.
 
-An adapter of a trained drafter (``head_adapter.py``) has peft's two files in the place of ``model.safetensors``.
-
-``config.json`` says what the drafter is, which target it was trained for and how; see ``CheckpointConfig``. Loading
-never guesses: another format version, a missing or unexpected weight, a weight of another shape, a NaN, or a drafter of
-another target is a ``ValueError`` that names both sides and the fix.
+``config.json`` describes the drafter, its target and its training; see ``CheckpointConfig``. A LoRA for a trained
+drafter (``head_adapter.py``) has peft's two files instead of ``model.safetensors``. Loading is strict: another format
+version, a missing or unexpected weight, another shape, NaN or another target is a ``ValueError`` with the fix.
 """
 
 import json
@@ -45,7 +43,7 @@ _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 
 class TargetIdentity(Config):
-    """The target that a drafter was trained for: enough to refuse any other."""
+    """The target that a drafter was trained for; identifies it among all others."""
 
     name: str
     revision: str | None = None
@@ -66,19 +64,19 @@ class CheckpointConfig(Config):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What lies beside ``config.json``, the weights last."""
+        """Names of the files beside ``config.json``, the weights last."""
         return (WEIGHTS_FILE,)
 
 
 class BaseHead(Config):
-    """The trained drafter that an adapter is for: a folder or Hub repository, and enough to refuse any other."""
+    """The trained drafter that an adapter is for: a folder or Hub repository, and its fingerprint."""
 
     name: str
     fingerprint: str
 
 
 class AdapterConfig(CheckpointConfig):
-    """Schema of an adapter's ``config.json``; ``drafter`` has what differs from the base's."""
+    """Schema of an adapter's ``config.json``; ``drafter`` has the options that differ from the base's."""
 
     base: BaseHead
 
@@ -113,12 +111,14 @@ def save_checkpoint(
     config: Mapping[str, Any],
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` of ``module`` into ``folder``, over an older checkpoint if any.
+    """Write ``config.json`` and ``model.safetensors`` into ``folder``; an older checkpoint there is replaced.
 
-    ``module`` may also be its weights by name, where they are not all in this process.
+    A process killed during the call leaves the older checkpoint, the new one, or a folder without ``config.json``,
+    which does not load: never a mixture.
 
-    Floating-point weights are cast to ``dtype`` (None keeps theirs). A process killed on the way leaves the older
-    checkpoint, the new one, or a folder without ``config.json`` that does not load; never a mixture.
+    Args:
+        module: the module, or its weights by name.
+        dtype: floating-point weights are cast to it; None keeps theirs.
 
     Raises:
         ValueError: ``config`` does not follow ``CheckpointConfig``, or a weight is NaN or infinite.
@@ -137,7 +137,7 @@ def save_checkpoint(
         sync(new_config)
         with replacing(folder / WEIGHTS_FILE) as new_weights:
             save_tensors(weights, new_weights, {"format": "pt"})
-            # Both lie on the disk; from here until the new config takes its place the folder does not load.
+            # Both new files are written; from here until the config is renamed, the folder does not load.
             (folder / CONFIG_FILE).unlink(missing_ok=True)
 
 
@@ -159,7 +159,7 @@ def load_checkpoint(
 
 
 def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
-    """Which method a checkpoint is of, without reading its weights; raises as ``load_checkpoint`` does."""
+    """The method of a checkpoint, without reading its weights; raises as ``load_checkpoint`` does."""
     return read_config(_folder(path_or_repo, revision, None), source=str(path_or_repo)).drafter_type
 
 
@@ -205,13 +205,12 @@ def parse_config(data: Any, source: str) -> CheckpointConfig:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "the checkpoint") -> None:
-    """Copy ``state`` into ``module``: every weight of the one is a weight of the other, of the same shape.
+    """Copy ``state`` into ``module``; both must have the same weights.
 
-    The module keeps its dtype and device. On error it is left as it was.
+    The module keeps its dtype and device. It does not change if there is an error.
 
     Raises:
-        ValueError: lists the missing, the unexpected and the differently shaped weights, integers in place of floating
-            point, or those holding NaN.
+        ValueError: weights are missing, unexpected, of another shape, integers or NaN; the message lists them.
     """
     own = module.state_dict()
 
@@ -238,11 +237,11 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
 
 
 def check_target(config: Mapping[str, Any], target: "TargetModel") -> None:
-    """Refuse a target other than the one that ``config`` (a checkpoint's) was trained for.
+    """Refuse a target other than the one of a checkpoint's ``config``.
 
     Raises:
-        ValueError: names both targets, what differs and the fix. Sizes are compared first, since they explain more
-            than two hashes; equal sizes with another fingerprint are other weights (a fine-tune, another revision).
+        ValueError: names both targets and the difference: sizes if they differ, else the fingerprints (a fine-tune,
+            another revision).
     """
     trained = parse_config(dict(config), source=CONFIG_FILE).target
     sizes = (
@@ -334,6 +333,7 @@ def _portable(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise ValueError if a weight holds NaN or infinity."""
     bad = sorted(name for name, value in weights.items() if not torch.isfinite(value).all())
     if bad:
         raise ValueError(

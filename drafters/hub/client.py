@@ -1,4 +1,4 @@
-"""One question to the Hub before a library asks it dozens, each with a patience of its own."""
+"""Check names of Hub repositories, and ask the Hub once before a library sends it dozens of requests."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from huggingface_hub.utils import validate_repo_id
 
 from drafters.common.wording import shortened
 
-PATIENCE = 30.0  # seconds without an answer, for requests that would wait for ever
+PATIENCE = 30.0  # seconds: the timeout of requests for which huggingface_hub sets none
 
 
 def check_repo_id(name: object, own: bool = True) -> None:
     """Raise ValueError unless ``name`` may be a repository's, as ``user/name``.
 
     Args:
-        own: the user is to write to it. Of others, the oldest have names without a user: gpt2, gsm8k.
+        own: True if the user writes to it; others may have old names without a user, such as gpt2.
     """
     wrong = ""
     try:
@@ -39,7 +39,7 @@ def check_repo_id(name: object, own: bool = True) -> None:
 
 
 def check_repo_ids(own: object, *others: object) -> None:
-    """Raise ValueError as ``check_repo_id`` does, for the first wrong one; None among ``others`` is passed over."""
+    """Raise ValueError as ``check_repo_id`` does, for the first wrong name; None among ``others`` is skipped."""
     check_repo_id(own)
     for name in others:
         if name is not None:
@@ -47,14 +47,14 @@ def check_repo_ids(own: object, *others: object) -> None:
 
 
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
-    """Ask the Hub for the config.json of a repository, once and for at most HF_HUB_ETAG_TIMEOUT seconds (10).
+    """Ask the Hub once for the config.json of a repository, for at most HF_HUB_ETAG_TIMEOUT seconds (10).
 
-    What else is wrong with the connection passes: a library may find the repository in its cache. So does a refusal
-    (no token any more, too many requests) where it was downloaded before.
+    Other connection errors are ignored, because a library may find the repository in its cache; so are refusals (an
+    expired token, too many requests) if the file is in the cache.
 
     Raises:
-        ValueError: the Hub takes the connection and does not answer, or ``name`` can be no repository's.
-        HfHubHTTPError: there is no such repository or revision, or it may not be read, and it is not in the cache.
+        ValueError: the Hub accepts the connection and does not answer, or ``name`` is no repository name.
+        HfHubHTTPError: no such repository or revision, or no permission to read it, and it is not in the cache.
     """
     if constants.HF_HUB_OFFLINE or Path(name).exists():
         return
@@ -73,16 +73,16 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
         if error.response.status_code < 500 and not cached:
             raise
     except HTTPError as error:
-        if "Timeout" in type(error).__name__:  # of whichever HTTP library huggingface_hub uses
+        if "Timeout" in type(error).__name__:  # of the HTTP library that huggingface_hub uses
             raise ValueError(
                 f"the Hub at {constants.ENDPOINT} does not answer when asked for {str(name)!r} (waited {seconds} s); "
-                "try again later or, if it was downloaded before, set HF_HUB_OFFLINE=1 to do without the Hub"
+                "try again later or, if it was downloaded before, set HF_HUB_OFFLINE=1 to work without the Hub"
             ) from None
     except OSError:
         return
 
 
 def _with_timeout(request: Any) -> None:
-    """Give a timeout to a request that has none: most of huggingface_hub's own, those for downloads apart."""
+    """Set a timeout for requests without one: most of huggingface_hub's, except downloads."""
     given = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {name: PATIENCE if value is None else value for name, value in given.items()}

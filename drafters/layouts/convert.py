@@ -46,16 +46,16 @@ def convert(
 
     Args:
         source: a folder, or a Hub repository at ``revision``.
-        target: the model that it was trained for, of which the two ends are read.
+        target: the model that it was trained for; its embedding and LM head are read.
         exit_layer: of a Kangaroo adapter, whose own files do not tell it.
 
     Returns:
-        what a user should know of what was left out, in words.
+        notes for the user on what was left out.
 
     Raises:
         ValueError: nothing loadable there, more than tensors in a pickled file, a head of another kind, for another
             target, or with other names and shapes.
-        OSError: the disk is full, say.
+        OSError: the disk is full, for example.
     """
     check_new_folder(out, "--out")
     folder = _folder(source, revision)
@@ -93,7 +93,7 @@ def convert(
 
 
 def _folder(source: str, revision: str | None) -> Path:
-    """The local folder of the source; of a repository, with the pickled weights only where there are no others."""
+    """The local folder of the source; pickled weights are downloaded only if the repository has no others."""
     if (folder := Path(source).expanduser()).is_dir():
         return folder
     folder = snapshot(source, [CONFIG_FILE, WEIGHTS_FILE, *INDEXES], revision)
@@ -140,18 +140,14 @@ def _check_layer(
 
 
 def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) -> str:
-    """The notice that the head's embedding is the target's.
-
-    Raises:
-        ValueError: it is another: of other sizes, or further away than rounding explains.
-    """
+    """The note that the head's embedding is the target's; raises ValueError if it differs by more than rounding."""
     ours = ends.embed.weight
     if theirs.shape != ours.shape or theirs.dtype not in DTYPES:
         raise ValueError(
             f"{source}: {EMBEDDING} is {list(theirs.shape)} in {dtype_name(theirs.dtype)}, and {TARGETS} of "
             f"{target} is {list(ours.shape)}; give the model that it was trained for: --target MODEL"
         )
-    # Rounded apart by as much as the coarser of the two is, and float16 flushes what is smaller than its smallest.
+    # They may differ by the rounding of the coarser dtype; float16 also flushes the smallest values to zero.
     stored = getattr(torch, dtype_name(getattr(ends.config, "dtype", None)), ours.dtype)
     eps, tiny = max(torch.finfo(kind).eps for kind in (theirs.dtype, ours.dtype, stored)), 2.0**-24
     beyond, largest, allowed, token = 0.0, 0.0, 0.0, 0
@@ -167,7 +163,7 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
     if beyond:
         raise ValueError(
             f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart "
-            f"(token {token}), of which rounding explains {allowed:.3g}. This toolkit drafts with the target's own "
+            f"(token {token}), and rounding explains {allowed:.3g}. This toolkit drafts with the target's own "
             "embedding; give the model that it was trained for (another revision, or what it was tuned from): "
             "--target MODEL"
         )

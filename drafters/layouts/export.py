@@ -66,11 +66,11 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     trained, method, given = config["target"], config["drafter_type"], config["drafter"]
     kind = learned(method)
     layout = kind.layout
-    refuse(checkpoint, to, _method_refused(to, kind, given))
+    _refuse(checkpoint, to, _method_refused(to, kind, given))
     options: Any = validate(kind.options, given, source=f"{checkpoint}: options of drafter {method!r}")
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
-    refuse(checkpoint, to, _layer_refused(to, kind, given, family))
+    _refuse(checkpoint, to, _layer_refused(to, kind, given, family))
     # Beside another target, a head loads and no draft is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
     if fingerprint != trained["fingerprint"]:
@@ -91,7 +91,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     shape = layer_config(family, getattr(options, "layer", "target"))
     written = head_config(shape, to, bias, next(iter(weights.values())).dtype)
     written |= {MADE_FROM: _made_from(config, checkpoint, kind)}
-    refuse(checkpoint, to, why_not(to, written, layout, bias))
+    _refuse(checkpoint, to, why_not(to, written, layout, bias))
     if to == "sglang":
         if layout.bias:
             weights.setdefault(layout.bias, torch.zeros(family.hidden_size, dtype=next(iter(weights.values())).dtype))
@@ -189,17 +189,7 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
     return found
 
 
-def check_served(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
-    """Raise ValueError if ``to`` cannot load a checkpoint with this ``config``, or its target is not found."""
-    kind, options = learned(config["drafter_type"]), config["drafter"]
-    refuse(checkpoint, to, _method_refused(to, kind, options))
-    family = load_config_only(config["target"]["name"], config["target"]["revision"])
-    refuse(checkpoint, to, _layer_refused(to, kind, options, family))
-    if kind.layout.has_bias(options):
-        raise ValueError(f"{checkpoint} has a bias in fc, which may or may not be dropped; export it and see")
-
-
-def refuse(checkpoint: str, to: str, reason: str | None) -> None:
+def _refuse(checkpoint: str, to: str, reason: str | None) -> None:
     """Raise ValueError if there is a ``reason``."""
     if reason is not None:
         raise ValueError(f"{checkpoint} cannot be exported for {READERS[to]}: {reason}")

@@ -1,6 +1,6 @@
 """Heads in the form of their authors or of an engine: read the weights, tell the method, find what is wrong.
 
-The programs that load such heads report few mistakes: a missing tensor may stay random. So everything is checked here.
+The programs that load such heads report few mistakes: a missing tensor is left random. So everything is checked here.
 """
 
 from collections.abc import Mapping
@@ -166,9 +166,7 @@ def why_not(to: str, config: Mapping[str, Any], layout: Layout, bias: bool) -> s
     if to == "official" and turning["rope_type"] != "default":
         return f"it knows no RoPE of type {turning['rope_type']!r}"
     if to == "official" and layout.rope_theta not in (None, turning["rope_theta"]):
-        return (
-            f"it has rope_theta {layout.rope_theta:g} whatever config.json says, and this one {turning['rope_theta']:g}"
-        )
+        return f"it has rope_theta {layout.rope_theta:g} for every config.json, and this one {turning['rope_theta']:g}"
     return None
 
 

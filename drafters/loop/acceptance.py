@@ -1,7 +1,7 @@
 """Acceptance rules: from the target's logits over [root, nodes] to the accepted path and one bonus token.
 
 A rule is a function ``(draft, logits, see, sampling, generator) -> Verdict``. ``verify_greedy`` and ``verify_sampled``
-are lossless for every draft tree. Other rules (joint likelihood, thresholds) stand in the file of their method.
+are lossless for every draft tree. Other rules (joint likelihood, thresholds) are in the file of their method.
 """
 
 from collections.abc import Callable

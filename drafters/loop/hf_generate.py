@@ -11,37 +11,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import (
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    GenerateDecoderOnlyOutput,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    StoppingCriteria,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, generation
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
 from drafters.loop.generate import GenerateResult, generate
 from drafters.loop.sampling import COLDEST, Sampling
@@ -50,27 +21,16 @@ from drafters.loop.trace import Trace
 if TYPE_CHECKING:
     from drafters.base import Drafter
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what Sampling does, in its order
-# Of these a row's scores hang on that row alone, whatever else is in the batch.
-BY_ROW = WARPERS + (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TypicalLogitsWarper,
-)
-REFUSED = {  # what may stand in a generation config, its values that are off, and what to do instead
+# The warpers of Sampling, in its order.
+WARPERS = (generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper)
+# Processors whose scores of a row depend on that row only, not on the rest of the batch.
+_BY_ROW = """EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
+    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor
+    MinNewTokensLengthLogitsProcessor MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor
+    SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
+    TypicalLogitsWarper"""
+BY_ROW = (*WARPERS, *(getattr(generation, name) for name in _BY_ROW.split()))
+REFUSED = {  # keys of a generation config, their values that mean off, and what to do instead
     "num_beams": ((None, 1), "beams compare whole texts, and a drafter decodes one; drop num_beams"),
     "penalty_alpha": ((None, 0), "contrastive search is another way of decoding; drop penalty_alpha"),
     "dola_layers": ((None,), "DoLa is another way of decoding; drop dola_layers"),
@@ -86,7 +46,7 @@ REFUSED = {  # what may stand in a generation config, its values that are off, a
     "output_hidden_states": ((None, False), "hidden states are not kept; drop output_hidden_states"),
     "cache_implementation": ((None, "dynamic", "static"), "the cache is our own; drop cache_implementation"),
 }
-# Of what generate hands over beside these, nothing may be left out.
+# Other arguments of generate are refused.
 UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
 
 
@@ -123,8 +83,8 @@ class ForTransformers:
     def __init__(self, drafter: "Drafter", streamer: Any = None, seed: int | None = None) -> None:
         if not drafter.lossless:
             raise ValueError(
-                f"drafter {drafter.name!r} is lossy: generate promises the model's own output, so take a lossless one, "
-                "or decode with drafters.generate"
+                f"drafter {drafter.name!r} is lossy, and generate must return the model's own output: take a "
+                "lossless one, or decode with drafters.generate"
             )
         self.drafter, self.streamer, self.seed = drafter, streamer, seed
         self.traces: list[Trace] = []
@@ -219,22 +179,22 @@ class ForTransformers:
 
 
 class FromTransformers:
-    """The logits processors and stopping criteria of one ``generate`` call, as the loop asks for them.
+    """Logits processors and stopping criteria of one ``generate`` call: a ``control`` of the decoding loop.
 
     Attributes:
-        sampling: what of the processors ``Sampling`` does; by it drafts are drawn.
-        alters: whether there are others, or these in another order.
-        criteria: those beside the limit and EOS, which the loop knows.
-        eos: where rows end. room: new tokens at most.
-        first: the row of the batch that is the loop's first.
+        sampling: the part of the processors that ``Sampling`` does; drafts are drawn with it.
+        alters: True if there are other processors, or these in another order.
+        criteria: those other than the limit and EOS, which the loop checks itself.
+        eos: token ids that end a row. room: most new tokens.
+        first: index in the batch of the loop's first row.
     """
 
     def __init__(self, input_ids: Tensor, processors: list[LogitsProcessor], criteria: list[StoppingCriteria]) -> None:
         self.texts, self.first = input_ids, 0
         for each in processors:
-            if isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            if isinstance(each, generation.UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 raise ValueError(f"custom_generate with a drafter: {REFUSED['guidance_scale'][1]}")
-            if isinstance(each, SynthIDTextWatermarkLogitsProcessor) and len(input_ids) > 1:
+            if isinstance(each, generation.SynthIDTextWatermarkLogitsProcessor) and len(input_ids) > 1:
                 raise ValueError(
                     f"{type(each).__name__} keeps a state of its own from token to token of a whole batch, found "
                     f"{len(input_ids)} prompts: give one prompt at a time"
@@ -247,11 +207,16 @@ class FromTransformers:
                 f"temperature is {self.sampling.temperature:g}, and beside other logits processors it must be at least "
                 f"{COLDEST:g}; give do_sample=False for the most likely tokens"
             )
-        known = (EosTokenCriteria, MaxLengthCriteria)
+        known = (generation.EosTokenCriteria, generation.MaxLengthCriteria)
         self.criteria = [each for each in criteria if type(each) not in known]
-        eos = {token for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id.tolist()}
+        eos = {
+            token
+            for each in criteria
+            if isinstance(each, generation.EosTokenCriteria)
+            for token in each.eos_token_id.tolist()
+        }
         self.eos = sorted(eos)
-        longest = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
+        longest = min(each.max_length for each in criteria if isinstance(each, generation.MaxLengthCriteria))
         self.room = longest - input_ids.shape[1]
 
     def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
@@ -273,9 +238,9 @@ class FromTransformers:
         return False
 
     def _text(self, row: int, new: list[int]) -> tuple[int, Tensor]:
-        """The row's place in the whole batch, and its text ``[B, T + n]``, in the place of every row.
+        """The row's index in the whole batch, and its text, repeated for every row: ``[B, T + n]``.
 
-        Processors may know the batch (a length of padding a row): they see as many rows as they were made for.
+        Processors may store something for each row, such as its padding: they get the number of rows they expect.
         """
         row += self.first
         added = torch.tensor(new, dtype=self.texts.dtype, device=self.texts.device)
@@ -283,7 +248,7 @@ class FromTransformers:
 
 
 def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
-    """What of the ``processors`` ``Sampling`` does, and whether they do anything else."""
+    """The ``Sampling`` of the ``processors``, and True if they do anything else."""
     kinds = [type(each) for each in processors]
     usual = {"filter_value": -math.inf, "min_tokens_to_keep": 1}
     warpers = [
@@ -300,19 +265,19 @@ def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
 
 
 def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
-    """What ``each`` is for one row of the batch by itself; None where it may know the batch."""
-    if isinstance(each, PrefixConstrainedLogitsProcessor):
+    """The processor for one row alone; None if it may depend on the whole batch."""
+    if isinstance(each, generation.PrefixConstrainedLogitsProcessor):
         allowed = each._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
-    if type(each) is RepetitionPenaltyLogitsProcessor:
+        return generation.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
+    if type(each) is generation.RepetitionPenaltyLogitsProcessor:
         padding = each.prompt_ignore_length
         padding = padding[row : row + 1] if isinstance(padding, Tensor) else padding
-        return RepetitionPenaltyLogitsProcessor(each.penalty, prompt_ignore_length=padding)
+        return generation.RepetitionPenaltyLogitsProcessor(each.penalty, prompt_ignore_length=padding)
     return each if type(each) in BY_ROW else None
 
 
 def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
-    """Raise ValueError for what a drafter cannot do, with what to drop."""
+    """Raise ValueError for settings that a drafter cannot follow; the message says what to drop."""
     for name, (off, instead) in REFUSED.items():
         if (value := getattr(config, name, None)) not in off:
             raise ValueError(f"custom_generate with a drafter: found {name}={value!r}; {instead}")

@@ -1,11 +1,14 @@
-"""A drafter by the name of its method, which is the name of its file; no file is imported before it is asked for."""
+"""``make_drafter``: a drafter by the name of its method, which is the name of its file.
+
+A method's file is imported when its name is used.
+"""
 
 import difflib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait for it
+if TYPE_CHECKING:  # both import torch, and a mistyped name is answered without it
     from drafters.base import Drafter
     from drafters.model.target import TargetModel
 
@@ -23,7 +26,7 @@ def method_names(declaring: str = "name") -> list[str]:
 
 
 def check_method(name: str) -> None:
-    """Raise ValueError if there is no method of that name; the message lists those there are."""
+    """Raise ValueError for an unknown method."""
     known = method_names()
     if name not in known:
         near = difflib.get_close_matches(str(name), known, n=1)
@@ -35,7 +38,7 @@ def drafter_class(name: str) -> type["Drafter"]:
     """The drafter class of ``drafters/methods/<name>.py``.
 
     Raises:
-        ValueError: no such method; the message lists the methods.
+        ValueError: an unknown method.
     """
     check_method(name)
     for value in vars(import_module(f".{name}", __package__)).values():
@@ -45,10 +48,14 @@ def drafter_class(name: str) -> type["Drafter"]:
 
 
 def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
-    """A drafter by its method's name and options, as configs give them. Learned ones take ``checkpoint=``, which may be
-    an adapter's folder, or ``checkpoint=`` and ``adapter=``.
+    """Make a drafter from its method's name and options, as configs give them.
 
-    A draft model may also be a loaded ``TargetModel``, so that several drafters share one.
+    Args:
+        name: the method.
+        target: the target it drafts for.
+        options: the method's options. A draft model may be a loaded ``TargetModel``, which several drafters can share.
+            A learned drafter also takes ``checkpoint``, a folder or Hub repository of a drafter or of an adapter for
+            it, and ``adapter``, the same for the adapter.
 
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
@@ -63,7 +70,7 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
 
 
 def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "Drafter":
-    """The drafter within another one: built from its name and options, or already built for the same ``target``.
+    """The inner drafter of another one: made from its name and options, or already built for the same ``target``.
 
     Raises:
         ValueError: no name, an unknown method or option, or a drafter of another target.
@@ -77,6 +84,6 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
     if inner.target is not target:
         raise ValueError(
             f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
-            "target object that it is to draft for"
+            "same target object"
         )
     return inner

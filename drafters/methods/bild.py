@@ -1,7 +1,7 @@
 """Big Little Decoder (BiLD: Kim et al. 2023). Lossy by design.
 
-The draft model writes for as long as it is confident (the fallback policy); the target takes back what it finds too
-unlikely (the rollback policy). Tokens in between are the draft model's own choice, not the target's.
+The draft model drafts while it is confident (the fallback policy), and the target rejects tokens that it finds too
+unlikely (the rollback policy). All other tokens are the draft model's choice.
 """
 
 from typing import ClassVar
@@ -22,9 +22,9 @@ from drafters.model.target import TargetModel
 class BiLDOptions(SpeculativeOptions):
     """Options; the defaults are those of MJSD's experiments (Qin et al. 2024, Table 5).
 
-    ``gamma``: most tokens a draft. ``fallback``: tau_1, the draft model hands over to the target where its top
-    probability is below; 0 never does. ``rollback``: tau_2, the target takes back the first token whose negative
-    log-likelihood (nats) is above, and all after it.
+    ``gamma``: most tokens of a draft.
+    ``fallback``: tau_1, drafting stops when the draft model's top probability is below it; 0 never stops.
+    ``rollback``: tau_2, the target rejects from the first token on whose negative log-likelihood (nats) is above it.
     """
 
     gamma: DraftSize = Field(10, ge=1)
@@ -33,7 +33,7 @@ class BiLDOptions(SpeculativeOptions):
 
 
 class BiLDDrafter(SpeculativeDrafter):
-    """Drafts like speculative decoding, but stops before the first uncertain token: the target writes that one.
+    """Drafts like speculative decoding, but stops before the first uncertain token, which the target then chooses.
 
     Raises:
         ValueError: the draft model has another tokenizer than the target.
@@ -43,7 +43,7 @@ class BiLDDrafter(SpeculativeDrafter):
     options: ClassVar[type[SpeculativeOptions]] = BiLDOptions
     lossless = False
     max_batch = 1
-    rewinds = False  # in a cascade what it gives would have to be a draft model's own, drawn from a known q
+    rewinds = False  # a cascade needs samples of a known q, and BiLD's output follows none
 
     def __init__(self, target: TargetModel, options: BiLDOptions) -> None:
         super().__init__(target, options)
@@ -60,8 +60,7 @@ class BiLDDrafter(SpeculativeDrafter):
         for _ in range(gamma):
             logits = self._advance(rows, [rows.shape[1]])
             confidence, rows = logits.softmax(-1, dtype=torch.float32).max(-1, keepdim=True)
-            # One value is read a draft token: whether there is a next one depends on it. Reading it later would cost a
-            # forward pass of the draft model for every draft that stops early.
+            # Reads one value per draft token, because the next forward pass depends on it.
             if confidence.item() < self.fallback:
                 break
             if not state.sampling.greedy:
@@ -72,7 +71,7 @@ class BiLDDrafter(SpeculativeDrafter):
 
 
 class Rollback:
-    """Accept the tokens before the first with -log p(x) > tau_2, p the target's own distribution; then one of its own.
+    """Acceptance rule: accept the tokens before the first with -log p(x) > tau_2, then add a token of the target.
 
     Args:
         rollback: tau_2, in nats.
@@ -91,7 +90,7 @@ class Rollback:
     ) -> Verdict:
         """The verdict on a chain; ``logits [B, N+1, V]`` of [root, nodes]."""
         assert draft.is_chain
-        log_p = logits[:, :-1].log_softmax(-1, dtype=torch.float32).gather(2, draft.tokens[..., None])[..., 0]
+        log_p = logits[:, :-1].log_softmax(-1, dtype=torch.float32).gather(2, draft.tokens[..., None])[..., 0]  # [B, N]
         best = (-log_p <= self.rollback).long().cumprod(1).sum(1)
         after = logits[torch.arange(len(best), device=logits.device), best]
         return collect(draft, see, best, sampling.pick(after, generator))

@@ -1,7 +1,6 @@
-"""Cascade speculative decoding: the draft model is itself accelerated by a drafter (Chen et al. 2023b; the baseline of
-Ouroboros, Table 13).
+"""Cascade speculative decoding: another drafter accelerates the draft model (Chen et al. 2023b; Ouroboros, Table 13).
 
-Nothing here knows which drafter that is: the draft model runs steps of the same loop as the target does.
+The draft model decodes by steps of the same loop (``drafters/loop/step.py``), with any inner drafter that can go back.
 """
 
 from typing import Any
@@ -25,9 +24,9 @@ from drafters.model.target import FeatureOutput, TargetModel
 class CascadeOptions(DraftModelOptions):
     """Options.
 
-    ``inner``: the drafter of the draft model and its options, for example ``{drafter: speculative, draft_model: ...,
-    gamma: 2}``, or one built for the loaded draft model. ``gamma``: tokens drafted before the target verifies (the
-    inner drafter's last step may add a few more).
+    ``inner``: the inner drafter and its options, for example ``{drafter: speculative, draft_model: ..., gamma: 2}``.
+    It may also be a drafter built for the loaded draft model.
+    ``gamma``: tokens that are drafted before the target verifies; the last inner step may add a few.
     """
 
     inner: InstanceOf[Drafter] | dict[str, Any]
@@ -35,14 +34,14 @@ class CascadeOptions(DraftModelOptions):
 
 
 class CascadeDrafter(DraftModelDrafter):
-    """Speculative decoding whose drafts are decoded speculatively too, to any depth: ``inner`` may be a cascade.
+    """Speculative decoding whose drafts are decoded speculatively too. ``inner`` may be another cascade.
 
-    A lossless inner drafter leaves every draft token an exact sample of the draft model's q (its argmax when greedy),
-    so the target verifies them as ever, with q taken from the inner verification.
+    The inner drafter is lossless, so every draft token is an exact sample of the draft model's q, or its argmax when
+    greedy. The target verifies them as usual, with q from the inner verification.
 
     Raises:
-        ValueError: the draft model has another tokenizer than the target; an inner drafter that is lossy, cannot take
-            back what the target rejects, or was built for another model.
+        ValueError: the draft model has another tokenizer than the target; an inner drafter that is lossy, cannot
+            rewind, or was built for another model.
     """
 
     name = "cascade"
@@ -56,10 +55,10 @@ class CascadeDrafter(DraftModelDrafter):
         self.parts = (self.inner,)
         self.max_draft, self.remembers = self.gamma + self.inner.max_draft, self.inner.remembers
         self.max_context = min(self.max_context, self.inner.max_context)
-        self._drafting = self.lm_head.as_model()  # to the inner drafter it is the target
-        self._state: DecodeState  # the draft model's
-        self._shared = 0  # tokens that the draft model and the target agreed on when the last draft began
-        self._q: list[Tensor] = []
+        self._drafting = self.lm_head.as_model()  # the target of the inner drafter
+        self._state: DecodeState  # of the draft model's decoding
+        self._shared = 0  # committed tokens when the last draft began
+        self._q: list[Tensor] = []  # of the current draft, [accepted rows, V] per inner step
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
@@ -71,7 +70,7 @@ class CascadeDrafter(DraftModelDrafter):
             sampling=state.sampling,
             generator=state.generator,
             max_new_tokens=capacity,
-            eos=frozenset(),  # a step that finishes would not be observed; EOS is looked for here
+            eos=frozenset(),  # the loop does not call ``observe`` after EOS; ``propose`` checks for it instead
             finished=[False],
         )
         rows = torch.tensor([prompt], device=self.draft_model.device)
@@ -101,10 +100,10 @@ class CascadeDrafter(DraftModelDrafter):
         self._shared = min(self._shared, kept)
 
     def _follow(self, tokens: list[int]) -> None:
-        """Follow the target: take back what it did not accept, and read what it said instead."""
+        """Rewind the draft model to the last token that it shares with the committed ``tokens``, and read the rest."""
         inner, kept = self._state, self._shared
-        held, cache = inner.tokens[0], inner.cache
-        while kept < min(len(held), len(tokens) - 1) and held[kept] == tokens[kept]:
+        drafted, cache = inner.tokens[0], inner.cache
+        while kept < min(len(drafted), len(tokens) - 1) and drafted[kept] == tokens[kept]:
             kept += 1
         cache.crop([min(cache.lengths[0], kept)])
         pending = tokens[cache.lengths[0] : -1]
@@ -116,7 +115,7 @@ class CascadeDrafter(DraftModelDrafter):
         self._shared = len(tokens)
 
     def _rule(self, sampling: Sampling) -> Any:
-        """The inner drafter's own rule, noting q, the draft model's distribution of each token it commits."""
+        """The inner drafter's rule, which also appends q, the distribution of each committed token, to ``_q``."""
         lossless = self.inner.rule(sampling)
 
         def verify(
@@ -134,11 +133,11 @@ class CascadeDrafter(DraftModelDrafter):
 def _check(inner: Drafter) -> None:
     if not inner.lossless:
         raise ValueError(
-            f"the inner drafter {inner.name!r} is lossy: its drafts are not samples of the draft model, so the target "
-            "could not verify them losslessly; use a lossless one"
+            f"the inner drafter {inner.name!r} is lossy, so the target could not verify its drafts losslessly; use a "
+            "lossless one"
         )
     if not inner.rewinds:
         raise ValueError(
-            f"the inner drafter {inner.name!r} cannot take back tokens that the target rejects; use one that can, for "
-            "example speculative or prompt_lookup"
+            f"the inner drafter {inner.name!r} cannot take back rejected tokens; use one that can, for example "
+            "speculative or prompt_lookup"
         )

@@ -1,7 +1,7 @@
 """Hybrid: copy where the text repeats itself, use a learned head elsewhere (SuffixDecoding, Oliaro et al. 2024).
 
-The paper decides by a threshold on the copy's score. ``match: auto`` decides by expected tokens per second: of a copy
-by how often such copies were right, of the head's draft by its acceptance.
+The paper decides by a threshold on the copy's score. ``match: auto`` decides by expected tokens per second, from the
+rate at which similar copies were right and from the acceptance of the head's drafts.
 """
 
 from dataclasses import replace
@@ -25,16 +25,16 @@ LOOKUP: dict[str, Any] = {"drafter": "prompt_lookup", "gamma": 16, "max_ngram": 
 
 
 class HybridOptions(Config):
-    """``head``: the drafter where nothing is copied and its options, for example ``{drafter: eagle, checkpoint: ...}``,
-    or one built for the same target. ``lookup``: what copies, likewise; by default prompt lookup of up to 16 tokens
-    after a match of up to 8.
+    """Options.
 
-    ``match``: a step is drafted by copying where so many of the text's last tokens were found (of a batch, in half of
-    the rows or more); auto: where, and as far as, that is worth more time than the head's draft.
+    ``head``: the drafter of steps without a copy and its options, for example ``{drafter: eagle, checkpoint: ...}``.
+    ``lookup``: the retrieval drafter and its options; by default prompt lookup of 16 tokens and matches of up to 8.
+    ``match``: least length in tokens of a match to copy from; auto copies where, and as many tokens as, that is
+    more profitable than the head's draft. A batch copies if half of its unfinished rows have such a match.
+    ``one_tree``: append the copy to the head's draft and verify both in one forward. With a number for ``match``, the
+    head then drafts every step; with auto, it drafts unless the copy is more profitable without the head's draft.
 
-    ``one_tree``: where the head drafts, a copy hangs behind its draft, in the same tree, and one forward verifies both;
-    with ``match: auto`` as much of it as pays for its rows, and what pays most alone is still copied alone, with a
-    number the head drafts every step.
+    ``head`` and ``lookup`` may also be drafters built for the same target.
     """
 
     head: InstanceOf[Drafter] | dict[str, Any]
@@ -44,14 +44,14 @@ class HybridOptions(Config):
 
 
 class HybridDrafter(Drafter):
-    """Copies or lets the head draft, step by step; the head takes in copied tokens when it drafts next.
+    """Drafts each step by the retrieval drafter or by the head. All rows of a batch copy, or none.
 
-    The choice depends only on the text before the step, so lossless drafts of either stay lossless;
-    ``drafting/one_tree.py`` says why both in one tree do. All rows of a batch copy, or none does.
+    The choice depends only on the text before the step, so it is lossless if both drafters are.
+    ``drafting/one_tree.py`` explains why one tree of both is lossless, too.
 
     Raises:
-        ValueError: a ``lookup`` that does not copy; a head that has to draft every step itself, or that for ``match:
-            auto`` has a fixed shape.
+        ValueError: ``lookup`` is no retrieval drafter; ``head`` must draft every step itself, or has a fixed shape with
+            ``match: auto``.
     """
 
     name = "hybrid"
@@ -73,9 +73,9 @@ class HybridDrafter(Drafter):
         self.taps = self.head.taps
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self.policy: CopyPolicy | None = CopyPolicy() if self.match == "auto" else None
-        self._copies: list[Copy] = []
+        self._copies: list[Copy] = []  # of the latest step, before the policy cut them
         self._head_drafted = False
-        self._own: DraftTree  # the head's part of the latest draft
+        self._own: DraftTree  # the head's part of its latest draft
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if self.policy is not None:
@@ -91,10 +91,10 @@ class HybridDrafter(Drafter):
         self._copies = self.lookup.retrieve_all(state)
         if isinstance(self.policy, CopyPolicy) and isinstance(self.head.policy, ShapePolicy):
             copies = self.policy.select(self._copies, state, other=self.head.policy.outlook(state))
-            copied = any(one.tokens for one in copies)
+            copied = any(copy.tokens for copy in copies)
         else:
             copies = _matching(self._copies, state.finished.count(False), self.match)
-            copied = any(one.tokens for one in copies) and not self.one_tree
+            copied = any(copy.tokens for copy in copies) and not self.one_tree
         self._head_drafted = not copied
         if copied:
             draft = draft_of(copies, self.target.device)
@@ -105,16 +105,15 @@ class HybridDrafter(Drafter):
         return self._with_copies(state, draft, copies) if self.one_tree else draft
 
     def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Copy]) -> DraftTree:
-        """The head's draft with further nodes of the copies: the profitable ones, or all that match."""
+        """Append nodes of the copies to the head's draft: the profitable ones, or all of ``copies``."""
+        copies = copies if self.policy is None else self._copies
+        overlap = overlaps(draft, copies)
         if self.policy is not None:
-            copies = self._copies
-        held = overlaps(draft, copies)
-        if self.policy is not None:
-            extra = self.policy.beside(copies, held, draft.size, state)
+            chosen = self.policy.beside(copies, overlap, draft.size, state)
         else:
-            pairs = zip(copies, held, strict=True)
-            extra = [[node for node in range(len(one.tokens)) if node not in has] for one, has in pairs]
-        whole = with_copies(draft, copies, held, extra)
+            pairs = zip(copies, overlap, strict=True)
+            chosen = [[node for node in range(len(copy.tokens)) if node not in shared] for copy, shared in pairs]
+        whole = with_copies(draft, copies, overlap, chosen)
         if whole is not draft:
             whole.extra = replace(draft.extra, source=f"{self.head.name} and {self.lookup.name}")
         return whole
@@ -129,11 +128,11 @@ class HybridDrafter(Drafter):
         self.lookup.follow(state, output, verdict)
 
 
-def _matching(found: list[Copy], unfinished: int, match: int | str) -> list[Copy]:
-    """Copies of at least ``match`` matching tokens; none unless half of the unfinished rows have one."""
-    long = [isinstance(match, int) and bool(one.tokens) and one.match >= match for one in found]
+def _matching(copies: list[Copy], unfinished: int, match: int | str) -> list[Copy]:
+    """Copies with a match of ``match`` tokens or more; none unless half of the unfinished rows have one."""
+    long = [isinstance(match, int) and bool(copy.tokens) and copy.match >= match for copy in copies]
     copied = 2 * sum(long) >= unfinished
-    return [one if copied and enough else NOTHING for one, enough in zip(found, long, strict=True)]
+    return [copy if copied and enough else NOTHING for copy, enough in zip(copies, long, strict=True)]
 
 
 def _copying(lookup: Drafter) -> Retrieval:
@@ -145,11 +144,11 @@ def _copying(lookup: Drafter) -> Retrieval:
 def _check(head: Drafter, match: int | str) -> None:
     if not head.follows:
         raise ValueError(
-            f"the head is {head.name!r}, which has to draft every step itself; use one that can follow another's, for "
+            f"the head is {head.name!r}, which has to draft every step itself; use one that can skip steps, for "
             "example eagle or speculative"
         )
     if match == "auto" and not isinstance(head.policy, ShapePolicy):
         raise ValueError(
-            f"match: auto compares a copy with the expected gain of the head's draft, which {head.name!r} of a fixed "
-            "shape does not give: use tree: auto (eagle, medusa) or gamma: auto (speculative), or give match a number"
+            f"match: auto needs the expected gain of the head's draft, which {head.name!r} of a fixed shape does not "
+            "give: use tree: auto (eagle, medusa) or gamma: auto (speculative), or give match a number"
         )

@@ -1,7 +1,7 @@
-"""Kangaroo: draft with the target's own shallow layers and a trained adapter, exit early twice (Liu et al. 2024).
+"""Kangaroo: draft with the target's shallow layers and a trained adapter, with double early exit (Liu et al. 2024).
 
-The shallow layers' hidden states and keys/values are reused: verification resumes at ``exit_layer``. The paper drafts
-chains, greedily; trees and sampled drafts are the same with more rows a pass.
+Verification resumes at ``exit_layer`` and reuses the hidden states, keys and values of the shallow layers. The paper
+drafts greedy chains; trees and sampled drafts are added here.
 """
 
 from typing import Any, Literal
@@ -26,19 +26,19 @@ from drafters.model.target import FeatureOutput, TargetModel
 
 
 class KangarooAdapter(nn.Module):
-    """``norm(x + Attention(RMSNorm(x)))``: 4 H^2 + 2 H parameters where keys and values have as many heads as queries.
+    """``norm(x + Attention(RMSNorm(x)))``: 4 H^2 + 2 H parameters with as many key and value heads as query heads.
 
     Parameter names are those of the released checkpoints.
 
     Args:
-        ffn: a whole decoder layer of the target's kind, its MLP included (Table 2; the paper finds it too heavy).
-        own_lm_head: an LM head of its own behind it, in the place of the target's (Table 2; the paper's does without).
+        ffn: use a whole decoder layer, with its MLP (an ablation in Table 2).
+        own_lm_head: use an LM head of its own instead of the target's (an ablation in Table 2).
 
     Raises:
-        ValueError: no adapter can be made of the target's kind of layers.
+        ValueError: no adapter can be made from the target's kind of layers.
     """
 
-    inputs = 1  # hidden states that it takes
+    inputs = 1  # number of hidden states that ``forward`` takes
 
     def __init__(self, target_config: PretrainedConfig, ffn: bool = False, own_lm_head: bool = False) -> None:
         super().__init__()
@@ -60,8 +60,10 @@ class KangarooAdapter(nn.Module):
     ) -> Tensor:
         """Hidden states ``[B, T, H]`` after ``exit_layer`` -> states for the LM head ``[B, T, H]``.
 
-        At index i the LM head's logits are of token i + 1, as the target's own are. ``attention_mask`` is bool
-        ``[B, 1, T, S]``; None is causal.
+        Like the target's, the state at index i predicts token i + 1.
+
+        Args:
+            attention_mask: bool ``[B, 1, T, S]``; None is causal.
         """
         after = self.layers[0](
             hidden,
@@ -74,13 +76,16 @@ class KangarooAdapter(nn.Module):
 
 
 class KangarooOptions(DraftHeadOptions):
-    """``eta``: drafting stops after a token of which the adapter is no surer than that; 0 never stops early.
+    """Options.
 
-    ``confidence``: how sure it is: the probability of its first choice (the paper's), or ``exp(-entropy)`` of its
-    distribution, which is the same for n tokens that are equally likely. ``paths``: draft a tree, each node as the
-    ranks of its ancestors and itself among their siblings, for example ``[[0], [1], [0, 0]]``; it goes on as long as
-    its likeliest path does. None: a chain. ``max_draft_tokens``: the most levels. ``ffn``, ``own_lm_head``: see
-    ``KangarooAdapter``.
+    ``exit_layer``: number of the target's shallow layers that draft.
+    ``ffn``, ``own_lm_head``: parts of the adapter, see ``KangarooAdapter``.
+    ``eta``: drafting stops after a token whose confidence is not above eta; 0 never stops early.
+    ``confidence``: top1 is the adapter's highest probability (the paper's); entropy is exp(-entropy) of its
+    distribution, which is also 1/n for n equally likely tokens.
+    ``max_draft_tokens``: most levels of a draft.
+    ``paths``: draft a tree, each node given by the ranks of its ancestors and itself among their siblings, for example
+    ``[[0], [1], [0, 0]]``; the confidence of its likeliest path decides when drafting stops. Null drafts a chain.
     """
 
     exit_layer: Layers = Field(ge=1)
@@ -93,7 +98,7 @@ class KangarooOptions(DraftHeadOptions):
 
 
 class KangarooDrafter(LearnedDrafter):
-    """Double early exit: from the layers at ``exit_layer``, from drafting at the first uncertain token.
+    """Drafts with double early exit: from the layers at ``exit_layer``, and from drafting after an uncertain token.
 
     Raises:
         ValueError: ``exit_layer`` is not below the target's number of layers, or ``paths`` are no tree.
@@ -135,7 +140,7 @@ class KangarooDrafter(LearnedDrafter):
             self.paths or [[0] * level for level in range(1, self.max_draft_tokens + 1)], target.device
         )
         self._rows = _rows_by_level(self.plan, target.device)
-        self._inner = {row + 1: place for place, row in enumerate(self.plan.inner)}  # row of [root, nodes] -> adapter's
+        self._inner = {node + 1: place for place, node in enumerate(self.plan.inner)}  # row -> its adapter row
         self.max_draft, self.taps = self.plan.size, (self.exit_layer,)
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
@@ -143,8 +148,8 @@ class KangarooDrafter(LearnedDrafter):
         if options.draft_dtype is not None:
             quantize_layers(self._adapter, options.draft_dtype)
         self._cache = KVCache.nothing()
-        self._behind: Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
-        self._taken = 0  # inner nodes of the latest draft that it has
+        self._unread: Tensor  # [1, R, H] accepted exit states that the adapter has not read
+        self._nodes_read = 0  # inner nodes of the latest draft that the adapter has read
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -159,47 +164,49 @@ class KangarooDrafter(LearnedDrafter):
         return options | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._cache.release()  # so that its memory can be taken again
+        self._cache.release()  # frees the memory before the new cache takes its own
         self._cache = self.target.new_cache(1, state.cache.capacity, layers=1)
         prompt = output.taps[self.exit_layer]
         self._adapt(prompt)
         self._cache.commit_first([prompt.shape[1]])
-        self._behind = prompt[:, :0]
+        self._unread = prompt[:, :0]
         self.lm_head.read(state.tokens)
 
     def propose(self, state: DecodeState) -> DraftTree:
         self.lm_head.read(state.tokens)
-        states = [self._shallow(state, state.roots, CHAIN)]
-        rows = torch.cat([self._behind, states[0]], dim=1)
+        # The shallow layers read the root; the adapter reads the last accepted exit states, and the root's.
+        states = [self.target.shallow(state.roots, state.cache, self.exit_layer, CHAIN)]
+        rows = torch.cat([self._unread, states[0]], dim=1)
         adapted = self._adapt(rows)[:, -1:]
         self._cache.commit_first([rows.shape[1]])
-        self._taken = 0
+        self._nodes_read = 0
+        # Draft level by level, until the adapter is uncertain.
         tokens: list[Tensor] = []
         valid: list[Tensor] = []
         q: list[Tensor] = []
         depth = min(self.max_draft_tokens, state.room() - 1)
-        for level, seen in zip(self.plan.levels[:depth], self._rows, strict=False):
-            logits = self.lm_head(adapted)
+        for level, shallow_rows in zip(self.plan.levels[:depth], self._rows, strict=False):
+            logits = self.lm_head(adapted)  # [1, R, W]
             children, real = children_of(logits, level.children, state.sampling, state.generator, q)
             tokens.append(self.lm_head.tokens(children[:, level.parent_row, level.rank]))
             if real is not None:
                 valid.append(real[:, level.parent_row, level.rank])
-            states.append(self._shallow(state, tokens[-1], seen))
-            if len(tokens) == depth or not len(level.inner) or self._unsure(logits[:, 0]):
+            states.append(self.target.shallow(tokens[-1], state.cache, self.exit_layer, shallow_rows))
+            if len(tokens) == depth or not len(level.inner) or self._uncertain(logits[:, 0]):
                 break
             adapted = self._adapt(states[-1][:, level.inner], level.rows)
-            self._taken += len(level.inner)
+            self._nodes_read += len(level.inner)
         return self._draft(states, tokens, valid, q)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        accepted = verdict.rows[0][1:]  # the root is there already
-        there = [place for row in accepted if (place := self._inner.get(row, self._taken)) < self._taken]
-        self._cache.commit([there])
+        accepted = verdict.rows[0][1:]  # the adapter has read the root
+        read = [place for row in accepted if (place := self._inner.get(row, self._nodes_read)) < self._nodes_read]
+        self._cache.commit([read])
         assert draft.extra.hidden is not None
-        self._behind = draft.extra.hidden[:, accepted[len(there) :]]
+        self._unread = draft.extra.hidden[:, accepted[len(read) :]]
 
     def _draft(self, states: list[Tensor], tokens: list[Tensor], valid: list[Tensor], q: list[Tensor]) -> DraftTree:
-        """Of what each level gave."""
+        """The draft of the levels' tokens; verification resumes from ``states``."""
         draft = DraftTree.empty(1, self.target.device)
         if tokens:
             whole = torch.cat(tokens, 1)
@@ -213,20 +220,16 @@ class KangarooDrafter(LearnedDrafter):
         draft.extra.hidden, draft.extra.resume_layer = torch.cat(states, dim=1), self.exit_layer
         return draft
 
-    def _unsure(self, logits: Tensor) -> bool:
-        """The second early exit. It reads one value a level: what is drafted next depends on it."""
+    def _uncertain(self, logits: Tensor) -> bool:
+        """The second early exit. It copies one value per level to the host, because the next level depends on it."""
         if self.eta == 0:
             return False
         if self.confidence == "top1":
-            sure = logits.float().softmax(-1).amax()
+            confidence = logits.float().softmax(-1).amax()
         else:
             log_q = logits.float().log_softmax(-1)
-            sure = (log_q.exp() * log_q).nan_to_num(0.0).sum().exp()  # 0 log 0 is 0
-        return sure.item() <= self.eta
-
-    def _shallow(self, state: DecodeState, tokens: Tensor, rows: Rows) -> Tensor:
-        """Exit states ``[1, R, H]`` of the next rows, their keys and values left in the target's cache."""
-        return self.target.shallow(tokens, state.cache, self.exit_layer, rows)
+            confidence = (log_q.exp() * log_q).nan_to_num(0.0).sum().exp()  # 0 log 0 is 0
+        return confidence.item() <= self.eta
 
     def _adapt(self, states: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the adapter over exit states ``[1, R, H]``: states for ``lm_head``, ``[1, R, H]``."""
@@ -234,7 +237,7 @@ class KangarooDrafter(LearnedDrafter):
 
 
 def _rows_by_level(plan: TreePlan, device: torch.device) -> list[Rows]:
-    """What the nodes of each level see of [root, nodes] and where they stand: all of them go through the target."""
+    """Per level, mask and positions of its nodes for the shallow layers, which read all nodes."""
     see, depths = tree_mask(plan.parents, device)
     rows, first = [], 1
     for level in plan.levels:

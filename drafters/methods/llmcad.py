@@ -1,8 +1,8 @@
-"""LLMCad (Xu et al. 2023): one draft model grows a token tree by its own confidence.
+"""LLMCad (Xu et al. 2023): a draft model grows a token tree by its own confidence. Lossless: nodes are deterministic.
 
-The paper's three parts: branches get tokens in proportion to their confidence (``TokenTree``), verification begins when
-the best branch is no longer trusted, by a threshold that learns from every outcome (``next_alpha``), and drafting goes
-on while the target verifies (``LLMCadDrafter.while_verifying``). Lossless: nodes are deterministic, verified as such.
+The paper's three parts: branches get tokens in proportion to their confidence (``TokenTree``). Drafting ends when the
+likeliest branch falls below a threshold, which adapts after each verification (``next_alpha``). Drafting continues
+while the target verifies (``LLMCadDrafter.while_verifying``).
 """
 
 import sys
@@ -28,9 +28,10 @@ from drafters.model.target import FeatureOutput, TargetModel
 class LLMCadOptions(DraftModelOptions):
     """Options.
 
-    ``nodes``: M, most tokens a tree. ``branches``: N, most branches that grow at a time. ``alpha``: the fallback
-    threshold that each prompt begins with. ``overlap``: draft on while the target verifies; None does so where the
-    target is on CUDA (a CPU gains nothing).
+    ``nodes``: M, most tokens of a tree.
+    ``branches``: N, most branches that grow at the same time.
+    ``alpha``: fallback threshold at the beginning of each prompt.
+    ``overlap``: continue drafting while the target verifies; null does so on CUDA only, because a CPU gains nothing.
     """
 
     nodes: DraftSize = Field(16, ge=1)
@@ -42,29 +43,24 @@ class LLMCadOptions(DraftModelOptions):
 class TokenTree:
     """A token tree under construction, on the host.
 
-    C_x, the confidence of branch x, is the product of the draft model's probabilities of its tokens. Of the N likeliest
-    branches x that hold T_x tokens goes on who is still due some:
+    C_x, the confidence of branch x, is the product of the draft model's probabilities of its tokens, and T_x is its
+    length. Of the N likeliest branches, those with a remaining budget continue:
 
         f(x) = M * C_x / sum(C_i) - T_x >= 0
 
-    (The product M * C_x / sum(C_i) * T_x, as it is also found printed, would give the more to a branch the more it had
-    already. A share of M tokens less the tokens held is what max-min fairness asks for.) The likeliest branch always
-    goes on, until its confidence T_c falls below alpha: that, not its due, ends drafting.
-
-    All branches that go on have the same length, so that one forward of the draft model serves them all.
-
-    Args:
-        nodes: M.
-        branches: N.
-        alpha: the fallback threshold.
-        depth: most tokens a branch.
+    (The product M * C_x / sum(C_i) * T_x, which is also in print, would favour branches that are already long; max-min
+    fairness asks for the difference.) The likeliest branch always continues: only the threshold alpha ends it. All
+    branches that continue have the same length, so that one forward of the draft model extends them all.
 
     Attributes:
-        tokens, parents, lengths: of each node; its token, its parent's index or ROOT, and T_x of the branch up to it.
-        level: the nodes at the ends of the branches that go on, the likeliest first.
-        confidence: C_x of each of those.
-        done: whether drafting ended.
-        features: ``[R, H]`` of the draft model after each of those (or after the root); not yet where drafting ended.
+        nodes, branches, alpha: M, N and the threshold.
+        depth: most tokens of a branch.
+        tokens, parents, lengths: of each node its token, its parent, and the number of tokens from the root to it.
+        level: last nodes of the branches that continue, likeliest first.
+        confidence: C_x of each of them.
+        features: ``[R, H]`` of the draft model after each of them (at first after the root), while drafting continues.
+        done: True if drafting has ended.
+        see: ``[M + 1, M + 1]`` ancestor mask over [root, nodes].
     """
 
     def __init__(self, nodes: int, branches: int, alpha: float, depth: int, features: Tensor) -> None:
@@ -75,11 +71,11 @@ class TokenTree:
         self.level, self.confidence = [ROOT], [1.0]
         self.done = depth < 1
         self.features = features
-        self.see = np.eye(nodes + 1, dtype=bool)  # of [root, nodes]; the rows of ancestors, copied down
+        self.see = np.eye(nodes + 1, dtype=bool)
         self.see[:, 0] = True
 
     def extend(self, q: list[list[float]], tokens: list[list[int]]) -> None:
-        """One more token a branch: ``q`` and ``tokens`` are the likeliest after each of ``level``."""
+        """Extend the branches by one token, given the likeliest ``tokens`` after each of ``level`` and their ``q``."""
         found = [
             (confidence * chance, parent, token)
             for parent, confidence, chances, choices in zip(self.level, self.confidence, q, tokens, strict=True)
@@ -88,38 +84,39 @@ class TokenTree:
         found = sorted(found, key=lambda branch: -branch[0])[: self.branches]
         length = 1 + (self.lengths[self.level[0]] if self.tokens else 0)
         total = sum(branch[0] for branch in found)
-        due = [branch for branch in found[1:] if self.nodes * branch[0] >= length * total]
-        kept = [found[0], *due][: self.nodes - len(self.tokens)]
+        others = [branch for branch in found[1:] if self.nodes * branch[0] >= length * total]  # f(x) >= 0
+        chosen = [found[0], *others][: self.nodes - len(self.tokens)]
         first = len(self.tokens)
-        self.level = list(range(first, first + len(kept)))
-        self.confidence = [confidence for confidence, _, _ in kept]
-        self.tokens += [token for _, _, token in kept]
-        self.parents += [parent for _, parent, _ in kept]
-        self.lengths += [length] * len(kept)
+        self.level = list(range(first, first + len(chosen)))
+        self.confidence = [confidence for confidence, _, _ in chosen]
+        self.tokens += [token for _, _, token in chosen]
+        self.parents += [parent for _, parent, _ in chosen]
+        self.lengths += [length] * len(chosen)
         see_ancestors(self.see, self.parents, first)
         self.done = self.confidence[0] < self.alpha or len(self.tokens) == self.nodes or length == self.depth
 
     def branch_length(self, node: int) -> int:
-        """Tokens of the longest branch through a node (or ROOT)."""
+        """Number of tokens of the longest branch through a node or ROOT."""
         through = self.see[1 : len(self.tokens) + 1, node + 1]
         return max(length for length, included in zip(self.lengths, through.tolist(), strict=True) if included)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root's child down to ``node``."""
-        return (np.flatnonzero(self.see[node + 1, 1:])).tolist()
+        return np.flatnonzero(self.see[node + 1, 1:]).tolist()
 
 
 def next_alpha(alpha: float, correct: int, total: int, confidence: float) -> float:
-    """The fallback threshold after a verification, in (0, 1].
+    """Return the fallback threshold after a verification, in (0, 1].
 
-    Where all tokens of the best matching branch were right, it halves: draft longer. Else it is divided by T_c to the
-    power of the wrong share (N_all - N_correct) / N_all: draft shorter, the more so the sooner it went wrong. (It is
-    also found printed without the power. But drafting ends where T_c < alpha, and alpha / T_c is then above 1: the
-    first mistake would end all trees.)
+    If all tokens of the matching branch were right, alpha is halved and drafts get longer. Otherwise it is divided by
+    T_c ** ((N_all - N_correct) / N_all), and drafts get shorter. (The exponent is missing in one print. Without it, the
+    first mistake would end all drafts: drafting ends at T_c < alpha, so alpha / T_c > 1.)
 
     Args:
-        correct: N_correct, accepted tokens. total: N_all, tokens of the longest branch through the last of them.
-        confidence: T_c, that of the likeliest branch when drafting ended.
+        alpha: threshold of the verified tree.
+        correct: N_correct, accepted tokens.
+        total: N_all, tokens of the longest branch through the last accepted token.
+        confidence: T_c, confidence of the likeliest branch when drafting ended.
     """
     alpha = alpha * 0.5 if correct == total else alpha / confidence ** ((total - correct) / total)
     return min(max(alpha, sys.float_info.min), 1.0)
@@ -127,12 +124,12 @@ def next_alpha(alpha: float, correct: int, total: int, confidence: float) -> flo
 
 @dataclass
 class Ahead:
-    """What was drafted while the target verified, for the case that it accepts ``path`` and goes on with ``guess``.
+    """A tree drafted during verification, valid if the target accepts ``path`` with the bonus ``guess``.
 
     Attributes:
-        path: nodes of the verified tree, down to its likeliest end.
-        guess: the token expected after them.
-        tree: what would be drafted then.
+        path: the likeliest branch of the tree under verification, as nodes.
+        guess: the draft model's choice after it.
+        tree: the tree after ``guess``.
     """
 
     path: list[int]
@@ -141,7 +138,7 @@ class Ahead:
 
 
 class LLMCadDrafter(DraftModelDrafter):
-    """Grows a token tree level by level, with one copy to the host a level: what is drafted next depends on it.
+    """Grows a token tree level by level, with one copy to the host per level, since the next level depends on it.
 
     Raises:
         ValueError: the draft model has another tokenizer than the target.
@@ -156,18 +153,18 @@ class LLMCadDrafter(DraftModelDrafter):
         self.max_draft = self.nodes
         on_cuda = target.device.type == "cuda"
         self.overlap = on_cuda if options.overlap is None else options.overlap
-        self._side = torch.cuda.Stream(target.device) if on_cuda and self.overlap else None
+        self._side = torch.cuda.Stream(target.device) if on_cuda and self.overlap else None  # for drafting ahead
         self._drafted: torch.cuda.Event | None = None
-        self.more_rows = 2 * self.nodes + 2  # two trees, side by side in one cache, and what lies between them
+        self.more_rows = 2 * self.nodes + 2  # two trees in one cache; between them the end of a branch and the guess
         self._tree: TokenTree | None = None
         self._ahead: Ahead | None = None
         self.alpha = self.first_alpha
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self._side is not None:  # which may still write to the cache that is given up now
+        if self._side is not None:  # the side stream may still write to the old cache
             torch.cuda.current_stream(self.target.device).wait_stream(self._side)
         super().begin(state, output)
-        if self._side is not None:  # not to be reused while the side stream may still write there
+        if self._side is not None:
             self._cache.record_stream(self._side)
         self._tree, self._ahead, self.alpha = None, None, self.first_alpha
 
@@ -197,14 +194,16 @@ class LLMCadDrafter(DraftModelDrafter):
             main.wait_stream(self._side)
             if ahead is not None:
                 ahead.tree.features.record_stream(main)
+        # Adapt the threshold to the outcome.
         path = [row - 1 for row in verdict.rows[0][1:]]
         total = tree.branch_length(path[-1] if path else ROOT)
         self.alpha = next_alpha(self.alpha, len(path), total, tree.confidence[0])
-        inner = tree.level[0]  # nodes before the last level have rows, by their number
+        # Commit the cache rows of the accepted nodes. Nodes of the last level have none.
+        inner = tree.level[0]
         if ahead is None or path != ahead.path or verdict.tokens[0][-1] != ahead.guess:
             self._cache.commit([[node for node in path if node < inner]])
             return
-        # Everything drafted ahead moves up behind the accepted rows; only these are committed.
+        # Right guess: move the rows drafted ahead behind the accepted ones, then uncommit them.
         known = self._cache.lengths[0] + len(path) + 1
         rows = len(ahead.tree.tokens) if not ahead.tree.done else ahead.tree.level[0]
         self._cache.commit([[*path[:-1], *range(inner, inner + 2 + rows)]])
@@ -213,61 +212,66 @@ class LLMCadDrafter(DraftModelDrafter):
 
     @contextmanager
     def _beside(self) -> Iterator[Callable[[], bool]]:
-        """Queue what runs inside beside the target's forward; yields a function that says whether that still runs."""
+        """Run the block in parallel to the target's forward; yields a function: does that forward still run?"""
         if self._side is None:
             yield lambda: True
             return
         assert self._drafted is not None
         verified = torch.cuda.current_stream(self.target.device).record_event()
-        self._side.wait_event(self._drafted)  # waiting for the whole main stream would be waiting for the target
+        self._side.wait_event(self._drafted)  # waiting for the whole main stream would include the target's forward
         with torch.cuda.stream(self._side):
             yield lambda: not verified.query()
 
     def _draft_ahead(self, tree: TokenTree, room: int, verifying: Callable[[], bool]) -> Ahead | None:
-        """Guess that the likeliest branch is accepted, and what follows it; draft on from there."""
+        """Draft the next tree under the guess that the likeliest branch and the draft model's next token are accepted.
+
+        None if the limit leaves no room for it.
+        """
         path, length = tree.path(tree.level[0]), tree.lengths[-1]
         if room - length - 1 < 2:
             return None
+        # Forward the end of the branch, which gives the guess, and then the guess.
         inner = tree.level[0]
         see = [node in path for node in range(inner)] + [True]
         depths = [length - 1 for length in tree.lengths[: inner + 1]]
         end = self._run([tree.tokens[inner]], np.array([see]), depths, inner)
         guess = int(self.lm_head.tokens(most_likely(self.lm_head(end))))
-        # What its nodes attend to, and where that stands: the likeliest branch and the guess, no other branch.
         see, depths = [*see, True], [*depths, length]
         features = self._run([guess], np.array([see]), depths, inner + 1)
-        # Were it so, the threshold would be what it is after a draft that was right.
+        # Grow the next tree with the threshold that follows from a right draft.
         alpha = next_alpha(self.alpha, length, length, tree.confidence[0])
         follows = TokenTree(self.nodes, self.branches, alpha, room - length - 2, features)
         self._grow(follows, see, depths, verifying)
         return Ahead(path, guess, follows)
 
     def _grow(
-        self, tree: TokenTree, see: list[bool], depths: list[int], going: Callable[[], bool] = lambda: True
+        self, tree: TokenTree, see: list[bool], depths: list[int], more: Callable[[], bool] = lambda: True
     ) -> None:
-        """Draft until the tree is done, or for as long as ``going`` says.
+        """Grow a tree until it is done or ``more`` returns False.
 
         Args:
-            see, depths: of the uncommitted rows before the tree's own: which of them its nodes attend to, where they
-                stand.
+            see: of the uncommitted rows before the tree's own, those that its nodes attend to.
+            depths: depths of these rows.
         """
-        while not tree.done and going():
-            logits = self.lm_head(tree.features)
+        base = depths[-1] if depths else -1
+        while not tree.done and more():
+            # The likeliest tokens after each branch, in one copy to the host.
+            logits = self.lm_head(tree.features)  # [R, W]
             q, places = logits.softmax(-1, dtype=torch.float32).topk(min(self.branches, logits.shape[-1]), -1)
             tokens = self.lm_head.tokens(places)
-            both = torch.cat([q.double(), tokens.double()], 1).tolist()  # one copy to the host
-            half = q.shape[1]
-            tree.extend([row[:half] for row in both], [[int(token) for token in row[half:]] for row in both])
-            if not tree.done:
-                first, last = tree.level[0], tree.level[-1] + 1
-                own = tree.see[first + 1 : last + 1, 1 : last + 1]
-                seen = np.concatenate([np.broadcast_to(np.array(see, dtype=bool), (last - first, len(see))), own], 1)
-                base = depths[-1] if depths else -1
-                stands = depths + [base + length for length in tree.lengths]
-                tree.features = self._run(tree.tokens[first:], seen, stands, len(see) + first)
+            both = torch.stack([q.double(), tokens.double()]).tolist()
+            tree.extend(both[0], [[int(token) for token in row] for row in both[1]])
+            if tree.done:
+                break
+            # Forward the new level: each node attends to ``see`` and to its ancestors.
+            first, last = tree.level[0], tree.level[-1] + 1
+            before = np.tile(np.array(see, dtype=bool), (last - first, 1))
+            seen = np.concatenate([before, tree.see[first + 1 : last + 1, 1 : last + 1]], 1)
+            positions = depths + [base + length for length in tree.lengths]
+            tree.features = self._run(tree.tokens[first:], seen, positions, len(see) + first)
 
     def _run(self, tokens: list[int], see: np.ndarray, depths: list[int], offset: int) -> Tensor:
-        """Features ``[R, H]`` of the draft model after R more uncommitted rows; see ``TargetModel.run``."""
-        ids, stands, seen = to_device(self.target.device, tokens, depths, see.ravel().tolist())
-        rows = Rows(seen.view(1, *see.shape).bool(), stands[None], offset)
+        """Features ``[R, H]`` of the draft model after R uncommitted rows; see ``Rows`` for the last three."""
+        ids, positions, seen = to_device(self.target.device, tokens, depths, see.ravel().tolist())
+        rows = Rows(seen.view(1, *see.shape).bool(), positions[None], offset)
         return self.draft_model.run(ids[None], self._cache, rows).features[0]

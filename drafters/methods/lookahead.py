@@ -1,4 +1,4 @@
-"""Lookahead decoding: the target guesses n-grams and verifies them in one forward (Fu et al. 2024). Untrained."""
+"""Lookahead decoding: one forward of the target both guesses n-grams and verifies them (Fu et al. 2024). Untrained."""
 
 from pathlib import Path
 
@@ -21,15 +21,16 @@ from drafters.model.target import FeatureOutput, TargetModel
 class LookaheadOptions(Config):
     """Options.
 
-    ``window``: W, columns of the two-dimensional window. ``ngram``: N, tokens of an n-gram, the first included; the
-    window has N - 1 levels. ``guesses``: G, n-grams verified at once. ``from_prompt``: the prompt's own n-grams are
-    taken into the pool; ``from_output``: the output's too (not in the paper). ``from_history``: the pool persists from
-    prompt to prompt. ``pool``: file of a saved pool to begin with; without ``from_history``, every prompt begins with
-    it alone.
+    ``window``: W, columns of the two-dimensional window.
+    ``ngram``: N, tokens of an n-gram, the first included; the window has N - 1 levels.
+    ``guesses``: G, most n-grams verified in one forward.
+    ``from_prompt``: add the prompt's n-grams to the pool.
+    ``from_output``: add the output's n-grams to the pool (not in the paper).
+    ``from_history``: keep the pool from prompt to prompt.
+    ``pool``: file of a saved pool that the first prompt begins with, or every prompt without ``from_history``.
 
-    The defaults suit small models on a CPU, where each of the (N - 1)(W + G) rows costs time. For 7B parameters on a
-    GPU the authors take window 15, ngram 5, guesses 15, and less where a row costs more: 10, 5, 10 for 13B and 7, 5, 7
-    for 33B.
+    The defaults suit small models on a CPU, where each of the (N - 1)(W + G) rows costs time. On a GPU, the authors use
+    window, ngram and guesses of 15, 5, 15 for 7B parameters, 10, 5, 10 for 13B and 7, 5, 7 for 33B.
     """
 
     window: int = Field(4, ge=1, le=64)
@@ -42,14 +43,14 @@ class LookaheadOptions(Config):
 
 
 class LookaheadDrafter(Drafter):
-    """One forward of the target verifies up to G n-grams and moves the window of Jacobi iterations on by one level.
+    """One forward of the target verifies up to G n-grams and computes a new level of the window of Jacobi iterations.
 
-    The n-grams follow the last committed token and are verified as deterministic nodes, so that sampled output is the
-    target's own; the window's guesses are argmaxes at any temperature, ride along as scratch rows and are never
-    committed. Every forward completes one n-gram a column; the pool keeps, by first token, those used last.
+    The n-grams begin with the last committed token. They are deterministic nodes, so the output distribution is the
+    target's. The window's guesses are argmaxes at any temperature and scratch nodes of the forward, never committed.
+    Every forward completes one n-gram per column for the pool.
 
     Raises:
-        ValueError: ``pool`` holds no phrases of this target's vocabulary.
+        ValueError: ``pool`` is no pool of this target's vocabulary.
     """
 
     name = "lookahead"
@@ -64,10 +65,10 @@ class LookaheadDrafter(Drafter):
         self.pool = self._first_pool.copy()
         self.window = PhraseWindow(options.window, options.ngram - 1)
         self.max_draft = self.guesses * self.pool.tail + self.window.most_tokens
-        self._read = 0  # where the first n-gram starts that was not read off the text
-        self._tails: list[tuple[int, ...]] = []  # of the n-grams being verified
+        self._read = 0  # start of the first n-gram of the text that is not in the pool
+        self._tails: list[tuple[int, ...]] = []  # of the n-grams under verification
         self._trie = Trie()
-        self._predictions: Tensor  # of the window, on the host
+        self._predictions: Tensor  # argmaxes after the window's last level, on the host
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.remembers:
@@ -79,7 +80,7 @@ class LookaheadDrafter(Drafter):
     def propose(self, state: DecodeState) -> DraftTree:
         room = state.room() - 1
         self._tails, self._trie = [], Trie()
-        if room < 1:  # the last token: there will be no forward to use new guesses in
+        if room < 1:  # the last token: no later forward can use new guesses
             return state.nothing
         self._tails = self.pool.get(state.tokens[0][-1], self.guesses)
         self._trie = trie = Trie.of(self._tails, room, state.eos)
@@ -91,7 +92,7 @@ class LookaheadDrafter(Drafter):
         )
 
     def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
-        if output.scratch is not None:  # under way now, there with the verdict: read by itself it would be another wait
+        if output.scratch is not None:  # the copy overlaps with verification, whose own copy waits for it
             self._predictions = most_likely(output.scratch[0]).to("cpu", non_blocking=True)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
@@ -99,7 +100,7 @@ class LookaheadDrafter(Drafter):
         root = state.tokens[0][-1 - len(tokens)]
         for tail, path in zip(self._tails, self._trie.paths, strict=True):
             if accepted and path[: len(accepted)] == accepted:
-                self.pool.add(root, tail)  # used just now
+                self.pool.add(root, tail)  # marks it as used
         predictions = self._predictions.tolist() if output.scratch is not None else []
         for first, tail in self.window.advance(root, tokens[0], predictions):
             self.pool.add(first, tail, state.eos)
@@ -107,19 +108,19 @@ class LookaheadDrafter(Drafter):
             self._read_text(state)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
-        # Pool and window are guesses, wherever in the text they came from. N-grams that ran past ``kept`` read on now.
+        # Pool and window hold only guesses and can stay. N-grams that extended beyond ``kept`` are read again.
         self._read = min(self._read, max(kept - self.pool.tail, 0))
 
     def save_pool(self, path: str | Path) -> None:
-        """Write the pool as it stands, for the option ``pool``.
+        """Write the pool to a file for the option ``pool``.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         save_pool(path, self.pool, self.target)
 
     def _read_text(self, state: DecodeState) -> None:
-        """Add the text's own n-grams that were not read before."""
+        """Add the text's n-grams that have not been read."""
         tokens, tail = state.tokens[0], self.pool.tail
         for start in range(self._read, len(tokens) - tail):
             self.pool.add(tokens[start], tokens[start + 1 : start + 1 + tail], state.eos)

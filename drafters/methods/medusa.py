@@ -1,13 +1,11 @@
-"""Medusa: further heads on the target's last feature, each of which predicts one token ahead of the one before (Cai et
-al. 2024).
+"""Medusa: K heads on the target's last feature predict the next K tokens in parallel (Cai et al. 2024).
 
-Of feature_i the target's own LM head predicts token_{i+1}, and head k, k = 1 .. K, token_{i+k+1}: all at once, each
-without knowing what the others choose. So the candidates of a depth are the same below every node of the depth before,
-and the heads run once a step, however large the tree.
-
-Verification is lossless unless ``accept: typical`` says else.
+From feature_i, the target's LM head predicts token_{i+1} and head k = 1 .. K predicts token_{i+k+1}, independently of
+each other. So all nodes of a depth have the same candidates as children, and the heads run once per step for any tree.
+Verification is lossless unless ``accept: typical`` is set.
 """
 
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.config import DraftSize, validate
-from drafters.drafting.tree_plan import TreePlan, children_of, tree_plan
+from drafters.drafting.tree_plan import TreePlan, chain_plan, children_of, tree_plan
 from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
@@ -26,15 +24,15 @@ from drafters.loop.tree import DraftTree
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
 from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.shape import Path, Probability, Rates, ShapePolicy, Table, Way, likeliest
+from drafters.policy.shape import Probability, Rates, ShapePolicy, Table, Way, likeliest
 
 GREEDY = Sampling()
-# How often a head's candidate of each rank is right where those before it are wrong, until it is counted.
+# Prior acceptance of the candidates of each rank, given that those of lower ranks are wrong: first head, later heads.
 PRIOR = [[0.5, 0.25, 0.17, 0.13, 0.1, 0.08, 0.07, 0.06], [0.3, 0.16, 0.12, 0.09, 0.07, 0.06, 0.05, 0.05]]
 
 
 class ResBlock(nn.Module):
-    """``x + SiLU(W x + b)`` (section 2.1.1); W and b begin at zero, so that it begins as the identity."""
+    """``x + SiLU(W x + b)`` (section 2.1.1); W and b are initialised to zero: the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,13 +46,13 @@ class ResBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """Heads of ``layers`` residual blocks each, and, with ``own_lm_heads``, an LM head each.
+    """``heads`` stacks of ``layers`` residual blocks, each with an LM head if ``own_lm_heads``.
 
-    Parameter names are those of the released checkpoints, which have LM heads of their own (and, of several layers, one
-    set of weights for all of a head's).
+    Parameter names are those of the released checkpoints. These have own LM heads, and the layers of a head share their
+    weights.
     """
 
-    inputs = 1  # hidden states that it takes
+    inputs = 1  # number of hidden states that ``forward`` takes
 
     def __init__(self, target_config: PretrainedConfig, heads: int, layers: int, own_lm_heads: bool) -> None:
         super().__init__()
@@ -65,15 +63,15 @@ class MedusaHeads(nn.ModuleList):
             self.append(nn.Sequential(*parts))
 
     def blocks(self) -> list[list[ResBlock]]:
-        """Of each head."""
+        """The residual blocks of each head."""
         return [[part for part in head.children() if isinstance(part, ResBlock)] for head in self]
 
     def lm_heads(self) -> list[nn.Linear]:
-        """Each head's own, if they have any."""
+        """The LM head of each head; empty without own LM heads."""
         return [part for head in self for part in head.children() if isinstance(part, nn.Linear)]
 
     def forward(self, features: Tensor, position_ids: Any = None, mask: Any = None) -> Tensor:
-        """Features ``[..., H]`` -> what each head gives to its LM head ``[..., K, H]``, each row by itself."""
+        """Features ``[..., H]`` -> states for the LM heads ``[..., K, H]``."""
         states = []
         for blocks in self.blocks():
             state = features
@@ -84,17 +82,22 @@ class MedusaHeads(nn.ModuleList):
 
 
 class MedusaOptions(DraftHeadOptions):
-    """``heads``, ``layers`` (residual blocks a head), ``own_lm_heads``: what the module consists of. By default all
-    heads share the target's LM head, frozen, and have K H^2 weights. With LM heads of their own, as published, they
-    have K V H more, which for a small target is several times the target.
+    """Options.
 
-    ``tree``: chain is the first choice of each head; static has the ``nodes`` likeliest nodes by ``acceptance``
-    (section 2.3.3), or ``paths``; auto is the chain or tree of most tokens per second on this machine, or nothing.
-    ``depth``: heads that draft, by default all. ``top_k``: most candidates of a head. ``acceptance``: by "greedy" and
-    "sampled", for every depth how often the candidate of each rank is right where those before it are wrong.
-
-    ``accept``: lossless, or typical (section 2.3.1), which is lossy: at a temperature above 0 a candidate is accepted
-    where p(x) > min(epsilon, delta exp(-H(p))). At temperature 0 they are the same.
+    ``heads``: K, number of heads.
+    ``layers``: residual blocks per head.
+    ``own_lm_heads``: an LM head per head (K V H weights, as published) instead of the target's frozen one.
+    ``tree``: chain drafts the first choice of each head; static a fixed tree, ``paths`` or the likeliest ``nodes`` by
+    ``acceptance`` (section 2.3.3); auto the chain or tree with the most expected tokens per second, or nothing.
+    ``depth``: number of heads that draft; by default all.
+    ``top_k``: most candidates of a head.
+    ``nodes``: most nodes of a static or auto tree.
+    ``paths``: a static tree, each node given by the ranks of its ancestors and itself among their siblings.
+    ``acceptance``: by "greedy" and "sampled", per depth, the acceptance of each rank's candidate given that those of
+    lower ranks are wrong.
+    ``accept``: lossless; or typical (section 2.3.1), which is lossy and at a temperature above 0 accepts a candidate x
+    with p(x) > min(epsilon, delta exp(-H(p))).
+    ``epsilon``, ``delta``: constants of typical acceptance.
     """
 
     heads: int = Field(default=4, ge=1, le=64)
@@ -112,10 +115,10 @@ class MedusaOptions(DraftHeadOptions):
 
 
 class MedusaDrafter(LearnedDrafter):
-    """Drafts a chain, a static tree, or what pays most, of the heads' candidates.
+    """Drafts a chain or a tree of the heads' candidates.
 
     Raises:
-        ValueError: ``paths`` that are no tree, or deeper than there are heads; a ``depth`` that is.
+        ValueError: ``paths`` that are no tree; ``paths`` or ``depth`` deeper than the number of heads.
     """
 
     name = "medusa"
@@ -133,20 +136,21 @@ class MedusaDrafter(LearnedDrafter):
         deepest = max(map(len, options.paths or []), default=0)
         if max(self.depth, deepest) > self.heads:
             what = f"depth is {self.depth}" if self.depth > self.heads else f"a tree path has {deepest} nodes"
-            raise ValueError(f"{what}, and there are {self.heads} heads, one for each depth; set {self.heads} or less")
+            raise ValueError(f"{what}, but the drafter has {self.heads} heads, one per depth; use {self.heads} or less")
         self.lossless = options.accept == "lossless"
         own = module.lm_heads()
         self.lm_heads = [self.draft_head(options, head) for head in own] or [self.draft_head(options)]
         self._ranks = min(options.top_k, self.lm_heads[0].width)
         self._read(module, options)
+        tables: dict[Way, Table] = {"greedy": PRIOR, "sampled": PRIOR}
+        tables |= options.acceptance or {}
         if options.tree == "auto":
-            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, self._tables())
+            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, tables)
             self.remembers = True
-        ways: tuple[Way, ...] = () if self.policy else ("greedy", "sampled")
-        self.plans = {way: self._plan(way) for way in ways}
+        self.plans = {} if self.policy else {way: self._plan(table) for way, table in tables.items()}
         self.max_draft = max((plan.size for plan in self.plans.values()), default=options.nodes)
-        self._used: TreePlan
-        self._feature: Tensor  # [B, 1, H] of the last row of the target that was accepted
+        self._used: TreePlan  # of the latest draft
+        self._feature: Tensor  # [B, 1, H] of the target, after the last accepted row
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -154,7 +158,7 @@ class MedusaDrafter(LearnedDrafter):
         return MedusaHeads(target_config, options.heads, options.layers, options.own_lm_heads)
 
     def drafter_config(self) -> dict[str, Any]:
-        # How candidates are accepted is the user's to say: nothing that is loaded should be lossy unasked.
+        # Not saved: a loaded drafter is lossless unless the user sets these.
         lossy = {"accept", "epsilon", "delta"}
         return self.given.model_dump(exclude=lossy, exclude_none=True, exclude_defaults=True) | {
             "heads": self.heads,
@@ -185,7 +189,19 @@ class MedusaDrafter(LearnedDrafter):
         if not plan.size or state.longest_draft(self.depth) < 1:
             return state.nothing
         self._read_text(state)
-        return self._draft(self._feature, plan, state.sampling, state.generator)
+        # Choose candidates: the likeliest ones or, for the lossless sampled rule, draws without replacement. A depth is
+        # drawn once, and its draws are the children of all nodes above. This is lossless: verification walks one path,
+        # which meets each depth once, and the draws of depths are independent.
+        depth, width = len(plan.levels), max(level.children for level in plan.levels)
+        logits, head = self._logits(self._feature, depth), self.lm_heads[0]  # [B, depth, W]
+        q: list[Tensor] = []
+        sampling = state.sampling if self.lossless else GREEDY
+        candidates, real = children_of(logits, width, sampling, state.generator, q)  # [B, depth, width]
+        # Fill the plan with them.
+        above, rank = plan.choice
+        tokens, valid = head.tokens(candidates[:, above, rank]), None if real is None else real[:, above, rank]
+        spread = head.spread(q[0]) if q else None
+        return DraftTree.from_parents(tokens, plan.parents, q=spread, q_row=plan.above, valid=valid)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
@@ -200,25 +216,8 @@ class MedusaDrafter(LearnedDrafter):
         for head in self.lm_heads:
             head.read(state.tokens)
 
-    def _draft(
-        self, feature: Tensor, plan: TreePlan, sampling: Sampling, generator: torch.Generator | None
-    ) -> DraftTree:
-        """Fill a plan with candidates: the top ones, or, for the lossless sampled rule, ones that are drawn.
-
-        A depth is drawn once, without replacement, from its q, and all nodes above have these children: of the tree one
-        path is walked, on which each depth is met once, with draws that no other depth has a part in.
-        """
-        depth, width = len(plan.levels), max(level.children for level in plan.levels)
-        logits, head = self._logits(feature, depth), self.lm_heads[0]
-        q: list[Tensor] = []
-        candidates, real = children_of(logits, width, sampling if self.lossless else GREEDY, generator, q)
-        above, rank = plan.choice
-        tokens, valid = head.tokens(candidates[:, above, rank]), None if real is None else real[:, above, rank]
-        spread = head.spread(q[0]) if q else None
-        return DraftTree.from_parents(tokens, plan.parents, q=spread, q_row=plan.above, valid=valid)
-
     def _read(self, module: MedusaHeads, options: MedusaOptions) -> None:
-        """Prepare the blocks; those that all read the feature are one product."""
+        """Prepare the blocks; the first blocks of all heads read the same feature and are one product."""
         linear, blocks = self.target.runner.linear, module.blocks()
         first = nn.Linear(self.target.hidden_size, self.heads * self.target.hidden_size, device="meta")
         for part in ("weight", "bias"):
@@ -230,7 +229,7 @@ class MedusaDrafter(LearnedDrafter):
             quantize_layers(None, options.draft_dtype, self._first, *(part for head in self._later for part in head))
 
     def _states(self, feature: Tensor) -> Tensor:
-        """What the heads ``[B, K, H]`` make of features ``[B, 1, H]``."""
+        """Features ``[B, 1, H]`` -> states of the heads ``[B, K, H]``; as ``MedusaHeads.forward``."""
         with model_time():
             states = feature + F.silu(self._first(feature).unflatten(-1, (self.heads, -1))[:, 0])
             if not self._later[0]:
@@ -243,43 +242,34 @@ class MedusaDrafter(LearnedDrafter):
             return torch.stack(each, dim=1)
 
     def _logits(self, feature: Tensor, depth: int) -> Tensor:
-        """Logits ``[B, depth, W]`` of the first ``depth`` heads, over the tokens that are drafted with."""
+        """Logits ``[B, depth, W]`` of the first ``depth`` heads, over the draft vocabulary."""
         states = self._states(feature)[:, :depth]
         if len(self.lm_heads) == 1:
             return self.lm_heads[0](states)
         pairs = zip(self.lm_heads, states.unbind(1), strict=False)
         return torch.stack([head(state) for head, state in pairs], dim=1)
 
-    def _tables(self) -> dict[Way, Table]:
-        both: dict[Way, Table] = {"greedy": PRIOR, "sampled": PRIOR}
-        return both | (self.given.acceptance or {})
-
-    def _plan(self, way: Way) -> TreePlan:
-        """Of a chain or a static tree."""
-        options = self.given
-        paths = options.paths
-        if options.tree == "chain":
-            paths = [[0] * level for level in range(1, self.depth + 1)]
-        if paths is not None:
-            return tree_plan(tuple(map(tuple, paths)), self.target.device)
-        table = Rates(self.depth, self._ranks, self._tables()[way]).table()
-        return tree_plan(_likeliest(table, self.depth, options.nodes), self.target.device)
-
-
-def _likeliest(table: Table, depth: int, nodes: int) -> tuple[Path, ...]:
-    """The ``nodes`` likeliest nodes, or all that there are."""
-    return tuple(path for (_, path), _ in zip(likeliest(table, depth), range(nodes), strict=False))
+    def _plan(self, acceptance: Table) -> TreePlan:
+        """The plan of a chain, or of a static tree: the given paths, or the likeliest ones by ``acceptance``."""
+        if self.given.tree == "chain":
+            return chain_plan(self.depth, self.target.device)
+        if self.given.paths is not None:
+            return tree_plan(tuple(map(tuple, self.given.paths)), self.target.device)
+        table = Rates(self.depth, self._ranks, acceptance).table()
+        best = islice(likeliest(table, self.depth), self.given.nodes)
+        return tree_plan(tuple(path for _, path in best), self.target.device)
 
 
 class Typical:
-    """Typical acceptance (section 2.3.1): the deepest path whose every token is likely enough where the target's own
-    distribution is sharp, and need not be where it is flat: p(x) > min(epsilon, delta exp(-H(p))).
+    """Typical acceptance (section 2.3.1): the deepest path whose tokens all have p(x) > min(epsilon, delta exp(-H(p))).
 
-    p is what tokens are drawn from, and the bonus token is drawn from it. (The paper takes that one greedily.) Of
-    several such paths the likeliest is taken, as in the released code.
+    So a token needs less probability where the target's distribution p is flat. p is warped by the temperature, and the
+    bonus is drawn from it; the paper's bonus is greedy. Of several deepest paths the likeliest is accepted, as in the
+    released code.
 
     Args:
-        epsilon: a token of such a probability is always accepted. delta: by which the entropy's share is scaled.
+        epsilon: probability above which a token is always accepted.
+        delta: factor of the entropy term.
     """
 
     def __init__(self, epsilon: float, delta: float) -> None:
@@ -305,7 +295,7 @@ class Typical:
             passes = token_p > threshold.gather(1, before)
             if draft.valid is not None:
                 passes = passes & draft.valid
-            path = see[:, 1:, 1:]  # of each node: which nodes lead to it, itself included
+            path = see[:, 1:, 1:]  # [B, N, N] nodes on the path to each node, itself included
             accepted = (passes[:, None] | ~path).all(-1)
             depth = torch.where(accepted, path.sum(-1), 0)
             likelihood = (token_p.clamp_min(TINY).log()[:, None] * path).sum(-1)

@@ -1,7 +1,7 @@
 """Multi-token joint greedy decoding (MJGD: Qin et al. 2024, section 3.1). Lossy by design.
 
-The next K tokens are those of the highest joint likelihood under the target; K = 1 is plain decoding. It accelerates
-nothing: K target forwards, over M hypotheses each, give K tokens. It is what MJSD approximates, and here to compare.
+The next K tokens are those of the highest joint likelihood under the target; K = 1 is plain decoding. It is a baseline
+for MJSD, which approximates it, and no acceleration: K target forwards over M hypotheses each give K tokens.
 """
 
 import torch
@@ -20,21 +20,22 @@ from drafters.model.target import FeatureOutput, TargetModel
 
 
 class MJGDOptions(Config):
-    """``k``: tokens chosen together (gamma_i in Definition 3.1, K in Figure 1). ``beams``: hypotheses kept by the beam
-    search that approximates the argmax; vocabulary^(k - 1) of them make it exact."""
+    """Options.
+
+    ``k``: number of tokens that are chosen jointly (gamma_i in Definition 3.1, K in Figure 1).
+    ``beams``: beams of the search that approximates the argmax; vocabulary^(k - 1) beams make it exact.
+    """
 
     k: DraftSize = Field(4, ge=1)
     beams: DraftSize = Field(8, ge=1)
 
 
 class MJGDDrafter(Drafter):
-    """Beam search with the target itself.
+    """Beam search with the target.
 
-    ``propose`` searches for the likeliest beginnings of K - 1 tokens, in scratch rows of the target's cache. The loop's
-    own forward over all of them gives the K-th token, and the rule takes the likeliest whole.
-
-    Sampling (temperature above 0) extends each hypothesis by tokens drawn without replacement from the warped
-    distribution, and draws one last token for each; of those the one of highest joint likelihood is taken.
+    ``propose`` searches for the likeliest K - 1 tokens, in uncommitted rows of the target's cache. The loop's forward
+    over all hypotheses gives the K-th token of each, and the rule accepts the hypothesis of highest joint likelihood.
+    When sampling, hypotheses are extended by draws without replacement, and the K-th token is a draw.
     """
 
     name = "mjgd"
@@ -66,7 +67,7 @@ class MJGDDrafter(Drafter):
 
 
 def side_by_side(paths: Paths, eos: frozenset[int]) -> DraftTree:
-    """Hypotheses as branches that part at the root: one row of nodes after the other, with their ``log_q``."""
+    """The draft with one branch from the root per hypothesis, one after the other, with their ``log_q``."""
     beams, length = paths.tokens.shape
     valid = until_end(paths.tokens, eos)
     return DraftTree.from_parents(
@@ -78,10 +79,10 @@ def side_by_side(paths: Paths, eos: frozenset[int]) -> DraftTree:
 
 
 class JointMaximum:
-    """Accept the branch that, with the target's next token after it, has the highest joint likelihood.
+    """Acceptance rule: accept the branch with the highest joint likelihood, the target's next token included.
 
     Attributes:
-        eos: where hypotheses end. One that ended needs no next token, and none is charged to it.
+        eos: tokens that end a branch. After EOS, the next token has likelihood 1.
     """
 
     def __init__(self, eos: frozenset[int] = frozenset()) -> None:
@@ -95,7 +96,7 @@ class JointMaximum:
         sampling: Sampling,
         generator: torch.Generator | None = None,
     ) -> Verdict:
-        """The verdict on branches of one length with ``log_q``, their log-likelihoods under the target itself.
+        """The verdict on branches of one length; ``log_q`` holds the target's own log-likelihoods.
 
         Args:
             logits: ``[B, N+1, V]`` of [root, nodes].
@@ -111,6 +112,6 @@ class JointMaximum:
             depths = draft.depths(see)
             score = score.masked_fill(depths < depths.amax(), -torch.inf)
         best = score.argmax(-1)
-        if draft.valid is not None:  # back to the EOS of a branch that ended, whose nodes lie in a row
+        if draft.valid is not None:  # go back to the EOS of a branch that ended; a branch's nodes are consecutive
             best = best - (see[torch.arange(len(best), device=best.device), best, 1:] & ~draft.valid).sum(-1)
         return collect(draft, see, best, token.gather(1, best[:, None])[:, 0])

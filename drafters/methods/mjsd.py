@@ -1,8 +1,7 @@
 """Multi-token joint speculative decoding (MJSD: Qin et al. 2024, section 3.2 and Algorithm 1). Lossy by design.
 
-It gives up the target's distribution token by token for text of a higher joint likelihood: drafts come from a beam
-search, and the longest prefix that the target finds jointly likely enough is accepted, even past a
-shorter one that fails.
+Drafts come from a beam search with the draft model. The longest prefix whose joint likelihood under the target is high
+enough is accepted, also if a shorter prefix fails.
 """
 
 import math
@@ -25,11 +24,12 @@ from drafters.model.target import FeatureOutput, TargetModel
 class MJSDOptions(DraftModelOptions):
     """Options; the defaults are the paper's (Appendix D, Table 5).
 
-    ``gamma``: tokens a draft. ``beams``: hypotheses kept by the beam search. ``threshold``: the least ratio of joint
-    likelihoods, target to draft model, that is accepted; 0 accepts every draft, 1 none. ``likelihood``: by which
-    distributions beams and ratio go: ``own``, the models' themselves (section 3.2, Algorithm 1), or ``warped``, those
-    that tokens are drawn from: "also valid" (footnote 5), and what the paper's experiments have, at temperature 1,
-    top-k 20 and top-p 0.9 (Appendix D). It makes a difference where tokens are sampled only.
+    ``gamma``: tokens of a draft.
+    ``beams``: beams of the search.
+    ``threshold``: ratio of joint likelihoods, target to draft model, above which a prefix is accepted; 0 accepts every
+    draft, 1 none.
+    ``likelihood``: distributions of the joint likelihoods when sampling: own are the models' (section 3.2, Algorithm
+    1), warped those that tokens are drawn from (footnote 5, and the experiments of Appendix D).
     """
 
     gamma: DraftSize = Field(4, ge=1)
@@ -39,11 +39,9 @@ class MJSDOptions(DraftModelOptions):
 
 
 class MJSDDrafter(DraftModelDrafter):
-    """Beam search with the draft model; the best beam is verified by joint likelihood.
+    """Beam search with the draft model (section 2.1); the best beam is verified by joint likelihood.
 
-    Greedy decoding extends each beam by its most likely tokens, sampling by tokens drawn without replacement from the
-    draft model's distribution, warped as the generation says; in both the hypotheses of highest joint likelihood are
-    kept (section 2.1). The last token of every step is the target's, greedy or drawn in the same way.
+    The last token of every step is the target's, its argmax or a draw.
 
     Raises:
         ValueError: the draft model has another tokenizer than the target.
@@ -58,8 +56,7 @@ class MJSDDrafter(DraftModelDrafter):
         self.gamma, self.beams, self.threshold = options.gamma, options.beams, options.threshold
         self.max_draft = self.gamma
         self.warped = options.likelihood == "warped"
-        # Beams lie side by side in one cache, as a tree; the last level's tokens get no row.
-        self.more_rows = self.gamma * self.beams
+        self.more_rows = self.gamma * self.beams  # all beams are in one cache, as a tree
         self._rows: Tensor  # [gamma] draft cache rows of the drafted tokens, on the host
 
     def rule(self, sampling: Sampling) -> Rule:
@@ -74,7 +71,7 @@ class MJSDDrafter(DraftModelDrafter):
         models = self.draft_model, self.lm_head, self._cache
         levels = beam_search(*models, features, gamma, self.beams, *how, warped=self.warped)
         best = trace_back(levels, levels[-1].score.argmax()[None])
-        self._rows = best.rows[0].to("cpu", non_blocking=True)  # there with the verdict, without a wait of its own
+        self._rows = best.rows[0].to("cpu", non_blocking=True)  # the verdict's copy waits for it
         draft = DraftTree.chain(best.tokens, valid=until_end(best.tokens, state.eos))
         draft.extra.log_q = best.log_p
         return draft
@@ -86,12 +83,13 @@ class MJSDDrafter(DraftModelDrafter):
 
 
 class JointLikelihood:
-    """Accept the longest prefix x_1..j with min(1, p(x_1..j) / q(x_1..j)) > threshold, even past a failing shorter one.
+    """Acceptance rule: accept the longest prefix x_1..j with min(1, p(x_1..j) / q(x_1..j)) > threshold (Algorithm 1).
 
-    Then one token of the target (Algorithm 1). Its line 11 sets eta to j, a token id: the index i is meant.
+    A shorter prefix may fail. (Line 11 of the algorithm sets eta to j; the index i is meant.)
 
     Args:
-        warped: whether p is the distribution that the target's tokens are drawn from, as q then is, too; else its own.
+        threshold: least ratio, not included.
+        warped: when sampling, p is the warped distribution, as q is; otherwise the target's own.
     """
 
     def __init__(self, threshold: float, warped: bool = False) -> None:

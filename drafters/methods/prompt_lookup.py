@@ -1,4 +1,4 @@
-"""Prompt lookup decoding (Saxena 2023): what followed the last tokens earlier in the text follows again. Untrained."""
+"""Prompt lookup decoding (Saxena 2023): copy what followed an earlier occurrence of the last tokens. Untrained."""
 
 from typing import Annotated, Literal
 
@@ -12,13 +12,14 @@ from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.copies import CopyPolicy
 
 LONGEST = 16  # tokens that gamma: auto drafts
-INDEXED = 3  # tokens of the longest n-grams that have their places listed: most of those stood nowhere else
 
 
 class PromptLookupOptions(Config):
-    """``gamma``: most tokens a draft; auto: at most 16, as many as pay on this machine by how often copies after such a
-    match are right.
-    ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for; by default 3 (auto: 8) and 1.
+    """Options.
+
+    ``gamma``: most tokens of a draft; auto drafts as many as are profitable by step costs and acceptance, at most 16.
+    ``max_ngram``: tokens of the longest match; by default 3, or 8 with ``gamma: auto``.
+    ``min_ngram``: tokens of the shortest match.
     """
 
     gamma: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = 10
@@ -27,7 +28,7 @@ class PromptLookupOptions(Config):
 
 
 class PromptLookupDrafter(Retrieval):
-    """Finds the longest n-gram of the last tokens earlier in prompt and output, and drafts what followed it there.
+    """Looks up the last tokens in prompt and output, the longest n-gram first, and drafts what followed them there.
 
     Raises:
         ValueError: ``min_ngram`` is above ``max_ngram``.
@@ -40,14 +41,11 @@ class PromptLookupDrafter(Retrieval):
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
         super().__init__(target, options)
         auto = options.gamma == "auto"
-        self.policy = CopyPolicy() if auto else None
+        self.policy, self.remembers = CopyPolicy() if auto else None, auto
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
-        self.remembers = auto
         self.max_ngram, self.min_ngram = options.max_ngram or (8 if auto else 3), options.min_ngram
         if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}: nothing lies between; swap them?"
-            )
+            raise ValueError(f"min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; swap them")
         self._rows: list[NgramIndex] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -74,22 +72,22 @@ class PromptLookupDrafter(Retrieval):
 
 
 class NgramIndex:
-    """Where each n-gram of a text stood, kept up as the text grows and shrinks at its end.
+    """Index of the n-grams of a text, updated when the text grows or shrinks at its end.
 
     Args:
-        shortest: the smallest length n of the n-grams.
-        longest: the largest.
+        shortest: least length of a match in tokens.
+        longest: greatest length of a match in tokens.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._sizes, self._longest = range(shortest, min(longest, max(shortest, INDEXED)) + 1), longest
+        self._sizes = range(shortest, longest + 1)
         self._tokens: list[int] = []
-        # n-gram -> where its occurrences end, ascending. All are kept, not just the last: ``forget`` must uncover the
-        # one before. An n-gram enters with the token that follows it, so the end of the text never matches itself.
+        # n-gram -> the ends of its occurrences, ascending; ``forget`` removes the last ones. An n-gram is added when
+        # the token after it is read, so the end of the text never matches itself.
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def read(self, tokens: list[int]) -> None:
-        """Read what was appended to ``tokens``; what was read before must still stand."""
+        """Read the tokens appended to ``tokens``; those read before must be unchanged."""
         for end in range(len(self._tokens), len(tokens)):
             for ngram in self._ending(tokens, end):
                 self._ends.setdefault(ngram, []).append(end)
@@ -109,40 +107,23 @@ class NgramIndex:
         return [tuple(tokens[end - n : end]) for n in self._sizes if n <= end]
 
     def continuation(self, longest: int, stop: frozenset[int]) -> list[int]:
-        """What followed the longest n-gram that ends the text: up to ``longest`` tokens, up to the first in ``stop``.
+        """What followed the latest of the longest matches, at most ``longest`` tokens, up to the first in ``stop``.
 
-        Of several matches the most recent one counts: the topic, the names and the indentation of a text change as it
-        goes on, and what comes next is most like what came last. A match that ends close to the text's end is copied
-        into its own continuation, as LZ77 does, so that a text in a loop is drafted in full and not to the loop's end.
+        Beyond the end of the text, the copy continues with its own tokens, as in LZ77, so that a text in a loop is
+        drafted to full length.
         """
         tokens, (size, end) = self._tokens, self.latest()
-        found: list[int] = []
+        copied: list[int] = []
         for at in range(end, end + longest if size else end):
-            found.append(tokens[at] if at < len(tokens) else found[at - len(tokens)])
-            if found[-1] in stop:
+            copied.append(tokens[at] if at < len(tokens) else copied[at - len(tokens)])
+            if copied[-1] in stop:
                 break
-        return found
+        return copied
 
     def latest(self) -> tuple[int, int]:
-        """The size n of the longest n-gram that ends the text and stood in it before, and where its last place ends.
-
-        Zeros: none did.
-        """
+        """Length of the longest match of the last tokens, and the end of its latest occurrence; zeros without one."""
         for n in reversed(self._sizes):
-            ends = self._ends.get(tuple(self._tokens[-n:]))  # of a text shorter than n: all of it, which is no match
+            ends = self._ends.get(tuple(self._tokens[-n:]))  # a text shorter than n is no n-gram of the index
             if ends is not None:
-                return (n, ends[-1]) if n < self._sizes[-1] else self._longest_of(n, ends)
+                return n, ends[-1]
         return 0, 0
-
-    def _longest_of(self, size: int, ends: list[int]) -> tuple[int, int]:
-        """Of the places where the last ``size`` tokens end, that of the longest match; of several the last one."""
-        tokens, most, found = self._tokens, self._longest, (0, 0)
-        for end in reversed(ends):
-            n = size
-            while n < most and n < end and tokens[end - n - 1] == tokens[-n - 1]:
-                n += 1
-            if n > found[0]:
-                found = n, end
-            if n == most:
-                break
-        return found

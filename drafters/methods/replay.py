@@ -1,8 +1,8 @@
-"""Replay, for measuring speed alone: a drafter that costs what another costs and is accepted as often as it is told.
+"""Replay: measure the speed of untrained weights, with an acceptance profile from a trained drafter.
 
-Weights that nobody has trained (a 7B shape with random ones) show what a step costs, but are never accepted. Here every
-forward, tree, cache and rule of the inner drafter runs as ever; only how deep a draft is accepted comes from a profile.
-Its output is not the target's, and whatever shows its figures must say "replay".
+Random weights of a 7B shape show the cost of a step, but their drafts are never accepted. Here every forward, tree and
+cache of the inner drafter runs as usual, and only the accepted depth is drawn from the profile. The output is not the
+target's, and reports of its figures must say "replay".
 """
 
 from typing import Annotated, Any
@@ -25,9 +25,12 @@ Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ReplayOptions(Config):
-    """``inner``: the drafter whose cost is paid: its name and options, or one built already. ``profile``: n-alpha for
-    n = 0, 1, ...: the share of steps in which the token at depth n + 1 is accepted, given that those above it were; the
-    last one holds for all further depths. ``seed``: of the draws from it.
+    """Options.
+
+    ``inner``: the drafter to measure: its name and options, or one built for the same target.
+    ``profile``: n-alpha for n = 0, 1, ...: the acceptance rate at depth n + 1, given that the tokens above were
+    accepted; the last value applies to all greater depths.
+    ``seed``: seed of the draws from the profile.
     """
 
     inner: InstanceOf[Drafter] | dict[str, Any]
@@ -36,10 +39,10 @@ class ReplayOptions(Config):
 
 
 class ReplayDrafter(Drafter):
-    """Greedy only, since the profile replaces the rule's outcome.
+    """Runs the inner drafter with accepted depths from a profile. Greedy only.
 
     Raises:
-        ValueError: no inner drafter can be built, or it was built for another target; sampling asked for.
+        ValueError: the inner drafter cannot be built, or was built for another target; a temperature above 0.
     """
 
     name = "replay"
@@ -56,7 +59,7 @@ class ReplayDrafter(Drafter):
         self.taps, self.remembers = inner.taps, inner.remembers
 
     def expected_tau(self, depth: int) -> float:
-        """Tokens a step of drafts ``depth`` deep, by the profile alone (EOS and limits cut the last step)."""
+        """Expected tokens per step of drafts of this depth (EOS and limits cut the last step)."""
         tau, reach = 1.0, 1.0
         for level in range(depth):
             reach *= self._rate(level)
@@ -70,7 +73,7 @@ class ReplayDrafter(Drafter):
         def verify(
             draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
         ) -> Verdict:
-            # What the greedy rule does, copy to the host included, but for comparing tokens with choices.
+            # As the greedy rule, its copy to the host included, without the comparison of tokens.
             return verdict_of(draft, most_likely(logits), self._accepted)
 
         return verify
@@ -94,7 +97,7 @@ class ReplayDrafter(Drafter):
     def _accepted(
         self, tokens: list[int], parents: list[int], valid: list[int] | None, choices: list[int]
     ) -> tuple[int, int]:
-        """A row as deep as the profile draws: any of them, so its cache rows lie anywhere; and the choice there."""
+        """Return a random row of the depth that the profile draws, and the target's choice after it."""
         depth = [0]
         for node, parent in enumerate(parents):
             depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else -1)

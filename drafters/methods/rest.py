@@ -1,5 +1,7 @@
-"""REST, retrieval-based speculative decoding (He et al. 2023, section 3): what followed the text's end in a datastore
-of other texts, as a tree of what is frequent there. Untrained; ``python -m data_prep.datastore`` makes a datastore.
+"""REST, retrieval-based speculative decoding (He et al. 2023, section 3): copy from a datastore of other texts.
+
+The draft is a tree of the tokens that most often followed the text's last tokens there. Untrained; ``python -m
+data_prep.datastore`` makes a datastore.
 """
 
 from collections import defaultdict
@@ -18,12 +20,16 @@ MOST_NODES = 64
 
 
 class RestOptions(Config):
-    """``datastore``: the file. ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for, by default
-    the paper's 16 and 2 (auto: 1, for what a match of one is worth is counted). ``depth``: most tokens of a
-    continuation. ``nodes``: the tree is of so many, the most frequent; auto: of at most 64, as many as pay on this
-    machine by how often copies after such a match are right. ``places``: where the match stands at more places, so many
-    of them, evenly spread, are looked at; by default 64 (auto: 16, by which no less is accepted and a third less time
-    looked). ``chain``: one path in the place of a tree.
+    """Options.
+
+    ``datastore``: path of the datastore.
+    ``max_ngram``: tokens of the longest match (16 in the paper).
+    ``min_ngram``: tokens of the shortest match; by default 2 (the paper's), or 1 with ``nodes: auto``.
+    ``depth``: most tokens of a path.
+    ``nodes``: most nodes of the tree, the most frequent; auto drafts as many as are profitable by step costs and
+    acceptance, at most 64.
+    ``places``: most occurrences of the match that are read, evenly spread; by default 64, or 16 with ``nodes: auto``.
+    ``chain``: draft one path instead of a tree.
     """
 
     datastore: str
@@ -36,10 +42,10 @@ class RestOptions(Config):
 
 
 class RestDrafter(Retrieval):
-    """Looks for the longest match first; the continuations of one match are merged into a trie.
+    """Finds the longest match in the datastore and merges its continuations into a tree.
 
     Raises:
-        ValueError: ``min_ngram`` is above ``max_ngram``; no datastore there, or one of another vocabulary.
+        ValueError: ``min_ngram`` is above ``max_ngram``; no datastore, or one of another vocabulary.
     """
 
     name = "rest"
@@ -50,48 +56,45 @@ class RestDrafter(Retrieval):
         auto = options.nodes == "auto"
         self.depth, self.places, self.chain = options.depth, options.places or (16 if auto else 64), options.chain
         self.nodes = MOST_NODES if options.nodes == "auto" else options.nodes
-        least = options.min_ngram or (1 if auto else 2)
-        self.max_draft, self.sizes = self.nodes, (least, options.max_ngram)
-        if least > options.max_ngram:
-            raise ValueError(
-                f"min_ngram is {least} and max_ngram {options.max_ngram}: nothing lies between; swap them?"
-            )
+        shortest = options.min_ngram or (1 if auto else 2)
+        self.max_draft, self.sizes = self.nodes, (shortest, options.max_ngram)
+        if shortest > options.max_ngram:
+            raise ValueError(f"min_ngram is {shortest} and max_ngram {options.max_ngram}; swap them")
         self.store = load_datastore(options.datastore, target)
-        self.policy = CopyPolicy() if auto else None
-        self.remembers = auto
-        self._looked: dict[int, tuple[int, int]] = {}  # by row: the text's tokens at the last look, and its match
+        self.policy, self.remembers = CopyPolicy() if auto else None, auto
+        self._last: dict[int, tuple[int, int]] = {}  # row -> tokens of its text at the last lookup, and its match
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
-        self._looked.clear()
+        self._last.clear()
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         super().join(state, rows, part, output)
         for row in rows:
-            self._looked.pop(row, None)
+            self._last.pop(row, None)
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
-        text, (size, match) = state.tokens[row], self._looked.get(row, (0, 0))
-        # What ends with a match ends with a shorter one where it ended earlier.
+        text, (size, match) = state.tokens[row], self._last.get(row, (0, 0))
+        # A match grows by at most one token per new token of the text.
         longest = min(max(match, self.sizes[0] - 1) + len(text) - size, self.sizes[1])
-        match, found = self.store.find(text, self.sizes[0], longest)
-        self._looked[row] = len(text), match
-        return self._after(match, found, min(self.depth, state.room(row) - 1), state.eos)
+        match, suffixes = self.store.find(text, self.sizes[0], longest)
+        self._last[row] = len(text), match
+        return self._after(match, suffixes, min(self.depth, state.room(row) - 1), state.eos)
 
-    def _after(self, match: int, found: range, depth: int, stop: frozenset[int]) -> Copy:
-        """What follows a match in the datastore, up to ``depth`` tokens."""
+    def _after(self, match: int, suffixes: range, depth: int, stop: frozenset[int]) -> Copy:
+        """The copy of up to ``depth`` tokens after a match of ``match`` tokens, which begins these ``suffixes``."""
         if not match or depth < 1:
             return NOTHING
-        chosen = found[:: -(-len(found) // self.places)]
+        chosen = suffixes[:: -(-len(suffixes) // self.places)]
         places = [int(self.store.suffixes[place]) + match for place in chosen]
         texts = [self.store.tokens[place : place + depth].tolist() for place in places]
 
         def after(at: tuple[int, list[list[int]]]) -> list[Next]:
             size, texts = at
-            going: dict[int, list[list[int]]] = defaultdict(list)
+            by_token: dict[int, list[list[int]]] = defaultdict(list)
             for text in texts:
                 if len(text) > size:
-                    going[text[size]].append(text)
-            return [Next(token, len(some), 0, (size + 1, some)) for token, some in going.items()]
+                    by_token[text[size]].append(text)
+            return [Next(token, len(some), 0, (size + 1, some)) for token, some in by_token.items()]
 
         return likeliest_tree(after, (0, texts), match, self.nodes, 0.01 if self.policy else 0.0, stop, self.chain)[1]

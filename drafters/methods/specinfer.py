@@ -1,9 +1,7 @@
-"""SpecInfer (Miao et al. 2023): several small draft models, one token tree, verified in one forward.
+"""SpecInfer (Miao et al. 2023): several draft models speculate one sequence each; the merged tree is verified at once.
 
-Each draft model speculates one sequence; the sequences are merged by their common prefixes; the target takes the tree
-as one input. Greedy decoding walks the matching children (VerifyGreedy: the loop's own rule), sampling goes by
-multi-step speculative sampling (VerifyStochastic). The draft models complement each other where they were boost-tuned
-together: model k trained on what the models before it got wrong.
+Greedy decoding uses the loop's own rule (VerifyGreedy); sampling uses multi-step speculative sampling
+(VerifyStochastic). The draft models can be boost-tuned: model k is trained on texts that those before it got wrong.
 """
 
 from dataclasses import replace
@@ -26,17 +24,21 @@ from drafters.model.target import FeatureOutput, TargetModel
 
 
 class SpecInferOptions(DraftHeadOptions):
-    """``draft_models``: folders or Hub repositories of smaller LMs of the same tokenizer. ``gamma``: tokens of each."""
+    """Options.
+
+    ``draft_models``: folders or Hub repositories of smaller LMs of the target's tokenizer.
+    ``gamma``: tokens that each of them drafts.
+    """
 
     draft_models: list[DraftModel] = Field(min_length=1)
     gamma: DraftSize = Field(4, ge=1)
 
 
 class SpecInferDrafter(Drafter):
-    """Merges what several draft models speculate; with one of them it is speculative decoding.
+    """Merges the sequences of several draft models. With one draft model it is speculative decoding.
 
     Raises:
-        ValueError: a draft model that has another tokenizer than the target.
+        ValueError: a draft model has another tokenizer than the target.
     """
 
     name = "specinfer"
@@ -51,7 +53,7 @@ class SpecInferDrafter(Drafter):
         self.speculators = [SpeculativeDrafter(target, each) for each in speculators]
         self.max_draft = self.gamma * len(self.speculators)
         self.max_context = min(speculator.max_context for speculator in self.speculators)
-        self._known = 0  # tokens that were committed when the draft began
+        self._known = 0  # committed tokens when the draft began
 
     def rule(self, sampling: Sampling) -> Rule:
         return verify_greedy if sampling.greedy else verify_stochastic
@@ -71,7 +73,7 @@ class SpecInferDrafter(Drafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         assert isinstance(draft, MergedTree)
         for index, speculator in enumerate(self.speculators):
-            # The accepted path may be another model's: of its own draft, each keeps what the two have in common.
+            # Each model keeps the part of its own draft that is on the accepted path.
             speculator.rewind(state, self._known + draft.shared(index, verdict.rows[0]))
 
     def rewind(self, state: DecodeState, kept: int) -> None:
@@ -82,12 +84,12 @@ class SpecInferDrafter(Drafter):
 def verify_stochastic(
     draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
-    """VerifyStochastic (SpecInfer's algorithm, lines 24 to 43, in the slides): the target's distribution is preserved.
+    """VerifyStochastic (lines 24 to 43 of the algorithm): multi-step speculative sampling. Lossless.
 
-    At a node u, the models whose sequence passes through u are tried in random order; that of model s passes with
-    probability min(1, p(x_s) / q_s(x_s)), else p <- norm(max(0, p - q_s)). Where none passes, the bonus is drawn from
-    what is left of p. Two models that proposed the same token are two trials, each with its own q_s; whichever passes,
-    the sequences of both go on below it.
+    At a node u, the models whose sequences contain u are tried in random order. The token of model s passes with
+    probability min(1, p(x_s) / q_s(x_s)); otherwise p <- norm(max(0, p - q_s)). If none passes, the bonus is drawn from
+    the remaining p. Two models with the same token are two trials with their own q_s. If either passes, both sequences
+    continue below it.
     """
     if draft.size == 0:
         return verify_sampled(draft, logits, see, sampling, generator)
@@ -99,9 +101,9 @@ def verify_stochastic(
 
 
 def run_trials(draft: MergedTree, p: Tensor) -> tuple[Tensor, Tensor]:
-    """The chances ``[U, K]`` of the nodes' trials, one after another, and what they leave of ``p [U, V]``.
+    """Chances ``[U, K]`` of the trials, and residuals of ``p [U, V]``, see ``Trials``.
 
-    The first trials of all nodes are run side by side, then the second ones of the nodes that have two, and so on.
+    The first trials of all nodes run in parallel, then the second ones of nodes with two or more, and so on.
     """
     chances = p.new_zeros(draft.children.shape)
     left = p.clone()

@@ -19,13 +19,16 @@ LONGEST = 12  # tokens that gamma: auto drafts
 
 
 class SpeculativeOptions(DraftModelOptions):
-    """``gamma``: tokens of a draft; auto: as many as are profitable by step costs and acceptance, 0 to 12."""
+    """Options.
+
+    ``gamma``: tokens of a draft; auto drafts as many as are profitable by step costs and acceptance, 0 to 12.
+    """
 
     gamma: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = 4
 
 
 class SpeculativeDrafter(DraftModelDrafter):
-    """Drafts ``gamma`` tokens one by one from a draft model's distribution q.
+    """Drafts a chain of ``gamma`` tokens, each drawn from the draft model's distribution q.
 
     Raises:
         ValueError: the draft model has another tokenizer than the target.
@@ -57,7 +60,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
-        # The draft model catches up first: with the root, and after full acceptance with the last draft token.
+        # The draft model first reads the root and, after full acceptance, the last draft token.
         pending = [row[known:] for row, known in zip(state.tokens, self._cache.lengths, strict=True)]
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
         for _ in range(gamma):
@@ -81,7 +84,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
     def _advance(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Run the draft model over the first ``counts[b]`` of ``rows [B, R]``; logits of ``lm_head`` after them."""
+        """Run the draft model over the first ``counts[b]`` tokens of ``rows [B, R]``; logits ``[B, W]`` after them."""
         features = self.draft_model.run(rows, self._cache).features
         self._cache.commit_first(counts)
         return self.lm_head(last_of(features, counts))

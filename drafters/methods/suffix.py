@@ -1,8 +1,10 @@
-"""Suffix decoding (Oliaro et al. 2024, SuffixDecoding): what followed the text's end earlier on and in past answers, as
-a tree of the likeliest tokens by how often they did; the longer the match, the larger the tree. Untrained.
+"""Suffix decoding (SuffixDecoding, Oliaro et al. 2024): copy from the text so far or from past answers. Untrained.
+
+The draft is a tree of the tokens that most often followed an earlier occurrence of the text's last tokens; the longer
+the match, the larger the tree.
 """
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,12 +19,13 @@ MOST_NODES = 24
 
 
 class SuffixOptions(Config):
-    """``alpha``: nodes of a draft for each token of the match; ``nodes``: at most so many; auto: at most
-    24, as many as pay on this machine by how often copies after such a match are right.
-    ``chance``: a node that follows less often than that, its ancestors' shares included, is not drafted.
-    ``chain``: one path in the place of a tree.
-    ``memory``: tokens of past answers that are remembered, about 0.6 kB each; when there are more, the older half is
-    forgotten. 0: none.
+    """Options.
+
+    ``alpha``: nodes of a draft per token of the match.
+    ``nodes``: most nodes of a draft; auto drafts as many as are profitable by step costs and acceptance, at most 24.
+    ``chance``: least probability of a node, by counts, given the match.
+    ``chain``: draft one path instead of a tree.
+    ``memory``: tokens of past answers that are searched too, about 0.6 kB each; beyond it the older half is dropped.
     """
 
     alpha: float = Field(2.0, gt=0.0)
@@ -32,33 +35,28 @@ class SuffixOptions(Config):
     memory: Amount = Field(32768, ge=0)
 
 
-class _Guess(NamedTuple):
-    """A draft tree and its score: the expected number of tokens accepted, were what followed to follow again."""
-
-    score: float
-    found: Copy
-
-
 class _Row:
-    """What is known of a batch row.
+    """State of a batch row.
 
     Attributes:
-        tokens, prompt: the text, which the loop goes on writing, and its prompt's length. read: the text so far.
-        in_past: state and length of its longest end that stands in past answers.
+        tokens: the text, the list that the loop appends to.
+        prompt: length of its prompt.
+        read: automaton of the text so far.
+        in_past: state and length of the longest suffix of the text that occurs in past answers.
     """
 
     def __init__(self, tokens: list[int], prompt: int) -> None:
         self.tokens, self.prompt, self.read = tokens, prompt, SuffixAutomaton()
         self.in_past = 0, 0
 
-    def go_on(self, past: SuffixAutomaton, tokens: list[int]) -> None:
-        """Follow tokens in past answers."""
+    def follow(self, past: SuffixAutomaton, tokens: list[int]) -> None:
+        """Follow the text's next tokens in past answers."""
         for token in tokens:
             self.in_past = past.step(*self.in_past, token)
 
 
 class SuffixDrafter(Retrieval):
-    """Reads prompt and answer into one structure, of each batch row its own, and complete answers into another."""
+    """Searches two suffix automata: one per batch row, of its text, and one of past answers."""
 
     name = "suffix"
     options = SuffixOptions
@@ -70,7 +68,7 @@ class SuffixDrafter(Retrieval):
         self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes
         self.remembers = self.memory > 0 or self.policy is not None
         self._answers: list[int] = []  # past ones, with BETWEEN after each
-        self._past = SuffixAutomaton()
+        self._past = SuffixAutomaton()  # of ``_answers``
         self._rows: list[_Row] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -85,43 +83,40 @@ class SuffixDrafter(Retrieval):
             ended = self._rows[row]
             self._remember(ended.tokens[ended.prompt :])
             self._rows[row] = _Row(state.tokens[row], state.prompt_lengths[row])
-        for one in self._rows:  # past answers have other states now
+        for one in self._rows:  # the automaton of past answers has changed
             one.in_past = 0, 0
-            one.go_on(self._past, one.tokens[: one.read.size])
+            one.follow(self._past, one.tokens[: one.read.size])
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         one, past = self._rows[row], self._past
         new = state.tokens[row][one.read.size :]
         for token in new:
             one.read.read(token)
-        one.go_on(past, new)
+        one.follow(past, new)
         longest = min(self.nodes, state.room(row) - 1)
-        ends = (one.read, one.read.end()), (past, one.in_past)
-        guesses = [self._best(some, *end, longest, state) for some, end in ends]
-        return max(guesses, key=lambda guess: guess.score).found
+        matches = (one.read, *one.read.end()), (past, *one.in_past)
+        return max((self._best(*match, longest, state) for match in matches), key=lambda best: best[0])[1]
 
-    def _best(self, seen: SuffixAutomaton, at: int, match: int, longest: int, state: DecodeState) -> _Guess:
-        """Of the trees after the text's end of ``match`` tokens and after its shorter ends, that of the best score."""
-        best = _Guess(0.0, NOTHING)
-        while at > 0 and (most := min(int(self.alpha * match), longest)) > best.score:  # no score is above the size
-            best = max(best, self._grow(seen, at, match, most, state), key=lambda guess: guess.score)
-            at = seen.link[at]
-            match = seen.length[at]
-        return best
-
-    def _grow(self, seen: SuffixAutomaton, at: int, match: int, most: int, state: DecodeState) -> _Guess:
-        """The tree after what a state stands for. Of equals, the one that stood last in the text is first."""
+    def _best(self, seen: SuffixAutomaton, at: int, match: int, longest: int, state: DecodeState) -> tuple[float, Copy]:
+        """Best score and copy after a match (``match`` tokens, state ``at``) and after the shorter matches in it."""
 
         def after(at: int) -> list[Next]:
-            if at == seen.last:  # the end of the text itself: what followed its last place goes on here, too
+            if at == seen.last:  # nothing follows the end of the text: use the earlier occurrences of its suffix
                 at = seen.end()[0]
             if at == 0:
                 return []
             return [Next(token, seen.count[to], -seen.seen[to], to) for token, to in seen.follow[at].items()]
 
-        return _Guess(*likeliest_tree(after, at, match, most, self.chance, state.eos, self.chain))
+        best = 0.0, NOTHING
+        while at > 0 and (most := min(int(self.alpha * match), longest)) > best[0]:  # a score is at most the size
+            tree = likeliest_tree(after, at, match, most, self.chance, state.eos, self.chain)
+            best = max(best, tree, key=lambda scored: scored[0])
+            at = seen.link[at]
+            match = seen.length[at]
+        return best
 
     def _remember(self, answer: list[int]) -> None:
+        """Add an answer to the past ones."""
         if not (answer and self.memory):
             return
         new = [*answer, BETWEEN]

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.hub.checkpoint import TargetIdentity
-from drafters.model.adapter import BASE, MERGE
 from drafters.model.files import load_config_only, resolve_dtype
 from drafters.model.layers import layer_kind, made
-from drafters.model.loading import config_and_adapter
+from drafters.model.loading import BASE, MERGE, config_and_adapter
 from drafters.model.weights import NORM, Weights, open_weights, stored_tensors
 
 

@@ -9,7 +9,7 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 import torch
@@ -18,9 +18,13 @@ from transformers import PreTrainedModel
 
 from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage
+from drafters.model.check import bound, differ, error, worst
 from drafters.model.files import collect_memory
-from drafters.model.rows import Angles, BufferedRows, Placed
+from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
 from drafters.model.runner import FusedRunner, Part, Taps, attention_kernels
+
+if TYPE_CHECKING:
+    from drafters.model.target import TargetModel
 
 MOST_ROWS = 64  # longer blocks are prompts: they have work enough to hide their launches
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)
@@ -200,3 +204,42 @@ class GraphRunner(FusedRunner):
         """A pool whose graphs are all gone takes no others."""
         if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
             self._pool = None
+
+
+@torch.no_grad()
+def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | None:
+    """Return what differs between captured forwards and the fused layers, or went wrong; None if nothing did.
+
+    A trial at every load, because drivers and libraries differ. After two prompts of unequal length come a chain and a
+    tree, twice each, so that graphs are replayed with other values than they were captured with. Each layer is run
+    again from what entered it in the captured forward, which gives it out as a tap.
+    """
+    tokens = torch.arange(1, 10, device=target.device).expand(2, -1) % target.vocab_size
+    see = torch.eye(5, dtype=torch.bool, device=target.device)[None].repeat(2, 1, 1)
+    see[:, :, 0] = see[:, 4, 2] = True  # a root, its three children, and a grandchild
+    layers = [target.part_layer(index) for index in range(target.num_layers)]
+    whole = Part(layers, target.embed, target.norm)
+    errors: list[list[Tensor]] = [[] for _ in layers]
+    try:
+        plain, captured = (one.new_cache(2, 32, target.dtype, target.device) for one in (target.runner, graphs))
+        for runner, cache in ((target.runner, plain), (graphs, captured)):  # a prompt is never captured
+            runner.run(whole, [tokens[:, :6]], cache)
+            cache.commit_first([6, 4])
+        for turn in range(2):
+            for count, rows, kept in ((1, CHAIN, [[0], [0]]), (5, Rows(see, see.sum(-1) - 1), [[0, 2, 4], [0]])):
+                fed = tokens[:, turn : turn + count]
+                features, taps = graphs.run(whole, [fed], captured, rows, tuple(range(len(layers) + 1)))
+                for index, layer in enumerate(layers):
+                    again, _ = target.runner.run(Part([layer]), [taps[index]], plain, rows)
+                    errors[index].append(error(again, taps[index + 1], taps[index]).flatten())
+                ends = (target.embed(fed), taps[0]), (target.norm(taps[len(layers)]), features)
+                if any(differ(ours, theirs, 4 * torch.finfo(target.dtype).eps) for ours, theirs in ends):
+                    return "a captured trial has another embedding or final norm"
+                for cache in (plain, captured):
+                    cache.commit(kept)
+    except RuntimeError as failure:
+        return str(failure).splitlines()[0]
+    finally:
+        whole.captured.clear()  # it references ``whole``: a cycle would keep its graphs until the next collection
+    found = worst([torch.cat(rows) for rows in errors], 2 * bound(target.dtype))  # both sides round
+    return graphs.broken or (found and f"in a captured trial {found}")

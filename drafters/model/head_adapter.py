@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from drafters.common.paths import ADAPTER_CONFIG_FILE
 from drafters.hub.checkpoint import load_checkpoint
-from drafters.model.adapter import adapter_config, merge_adapter
 from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.loading import adapter_config, merge_adapter
 
 
 def load_head(

@@ -1,21 +1,42 @@
-"""Loading a target's weights: how much memory they will need is known before they are read."""
+"""Load a target's weights, after a check that they fit into memory, and merge a LoRA adapter that peft saved.
 
+Only LoRA's numbers are read from an ``adapter_config.json``: peft's own class of it may name modules to import.
+"""
+
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, HTTPError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, readable
 from drafters.common.precision import warn_if_slow
-from drafters.common.wording import dtype_name, size_text
-from drafters.model.adapter import BASE, adapter_config, merge_adapter
+from drafters.common.wording import dtype_name, shortened, size_text
 from drafters.model.cache import SMALL, cache_bytes
 from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
 from drafters.model.weights import open_weights, refuse_differences
 
 DeviceMap = str | dict[str, Any]
+Model = TypeVar("Model", bound=nn.Module)
+BASE = "base_model_name_or_path"
+# Keys of adapter_config.json that change the weights LoRA adds, and keys that must be off.
+TAKEN = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
+OFF = (
+    "bias",
+    "modules_to_save",
+    "use_dora",
+    "trainable_token_indices",
+    "layer_replication",
+    "target_parameters",
+    "lora_bias",
+)
+MERGE = "merge it with peft, and give the folder of the merged model"
 
 
 def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -149,3 +170,68 @@ def is_only_moved(module: nn.Module) -> bool:
     hook: Any = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,)) if hook is not None else ()
     return all(type(one).__name__ == "AlignDevicesHook" and not one.offload for one in hooks)
+
+
+def adapter_config(name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """The adapter's configuration in a folder or Hub repository; None where there is no adapter.
+
+    Raises:
+        ValueError: it is damaged, or of another kind than LoRA.
+    """
+    path = _adapter_file(name, ADAPTER_CONFIG_FILE, revision)
+    if path is None:
+        return None
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        kind, base = found["peft_type"], found[BASE]
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} is damaged ({error}); save the adapter again") from None
+    if kind != "LORA":
+        raise ValueError(f"{name} is an adapter of type {shortened(kind)}, and only LORA is merged; {MERGE}")
+    if on := [key for key in OFF if found.get(key) not in (None, False, "none", [])]:
+        raise ValueError(f"{name} is an adapter with {', '.join(on)}, and only plain LoRA is merged; {MERGE}")
+    if not isinstance(base, str) or base in ("", name):
+        raise ValueError(
+            f"{path}: {BASE} is {shortened(base)}; set it to the folder or Hub repository of the model "
+            "that the adapter is for"
+        )
+    return found
+
+
+def merge_adapter(model: Model, name: str, config: dict[str, Any], revision: str | None) -> Model:
+    """``model`` with the LoRA adapter ``name`` in its weights.
+
+    Raises:
+        ValueError: peft is not installed, no safetensors weights, or weights that are not the model's.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(f"{name} is a LoRA adapter, and peft is not installed; pip install peft") from None
+    path = _adapter_file(name, ADAPTER_WEIGHTS_FILE, revision)
+    if path is None:
+        raise ValueError(f"{name} has no {ADAPTER_WEIGHTS_FILE}; save the adapter again, as safetensors")
+    given = {key: config[key] for key in TAKEN if config.get(key) is not None}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**given))
+    weights = load_file(path)
+    wanted = peft.get_peft_model_state_dict(wrapped)
+    shapes, known = ({key: value.shape for key, value in each.items()} for each in (weights, wanted))
+    if differing := sorted(key for key in {*shapes, *known} if shapes.get(key) != known.get(key)):
+        raise ValueError(
+            f"{path} does not fit the base model {config[BASE]}: {len(differing)} weights are "
+            f"missing, unknown or of another shape, for example {shortened(differing[0])}"
+        )
+    peft.set_peft_model_state_dict(wrapped, weights)
+    merged: Model = wrapped.merge_and_unload()
+    return merged
+
+
+def _adapter_file(name: str, file: str, revision: str | None) -> Path | None:
+    """One file's path, downloaded if it is on the Hub; None where there is none."""
+    if Path(name).is_dir():
+        path = Path(name) / file
+        return readable(path) if path.is_file() else None
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, HTTPError, OSError):
+        return None  # there is no adapter, or the loader of models says what is wrong

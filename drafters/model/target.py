@@ -15,9 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine, Quantization
 from drafters.model.cache import KVCache
-from drafters.model.check import check_layers_agree, graphs_agree
+from drafters.model.check import check_layers_agree
 from drafters.model.files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
-from drafters.model.graphs import GraphRunner
+from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
 from drafters.model.rows import CHAIN, Rows
@@ -98,8 +98,8 @@ class TargetModel:
         self._lm_head = self.runner.linear(self.model.get_output_embeddings())
         self._devices = layer_devices(self.model)
         self._parts: dict[tuple[int, int | None], Part] = {}
-        bounds = check_layers_agree(self)
-        self.runner = self._captured(engine, bounds)
+        check_layers_agree(self)
+        self.runner = self._captured(engine)
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
         self.quantize = quantize
@@ -267,11 +267,9 @@ class TargetModel:
     def _leave(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden if self._devices is None else hidden.to(self.body.norm.weight.device))
 
-    def _captured(self, engine: Engine | None, bounds: list[float]) -> Runner:
-        """A runner that captures graphs, if asked for, or on a GPU where it passes the trial; else the present one.
-
-        ``bounds``: of each layer, as ``check_layers_agree`` found them.
-        """
+    def _captured(self, engine: Engine | None) -> Runner:
+        """Return a runner that captures graphs if it was asked for, or on a GPU if it passes the trial; else the
+        present one."""
         asked = engine == "graphs"
         if not asked and (engine is not None or self.device.type != "cuda"):
             return self.runner
@@ -284,7 +282,7 @@ class TargetModel:
             reason = "it spans several devices"
         else:
             trial = GraphRunner(self.model)
-            reason = graphs_agree(self, trial, bounds)
+            reason = differs_from_layers(self, trial)
             if reason is None:
                 return GraphRunner(self.model, trial)  # another: the trial's caches are no use to anybody
             if asked:

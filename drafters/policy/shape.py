@@ -176,7 +176,7 @@ def best_shape(table: Table, costs: Costs, most_nodes: int) -> Shape:
 
 
 @dataclass
-class _Course:
+class _Choice:
     """Acceptance and choice for one batch size and way of sampling."""
 
     rates: Rates
@@ -198,9 +198,9 @@ class ShapePolicy:
     def __init__(self, most_nodes: int, depths: int, ranks: int, tables: dict[Way, Table] | None = None) -> None:
         self.most_nodes, self.depths, self.ranks, self._tables = most_nodes, depths, ranks, tables or {}
         self._costs: dict[tuple[int, Sampling, int], Costs] = {}
-        self._courses: dict[tuple[int, Sampling], _Course] = {}
+        self._choices: dict[tuple[int, Sampling], _Choice] = {}
         self._forced: tuple[Path, ...] | None = None  # while costs are measured
-        self._now: _Course | None = None
+        self._now: _Choice | None = None
 
     def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
         """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
@@ -244,40 +244,40 @@ class ShapePolicy:
         """The nodes of the next draft; none: no draft."""
         if self._forced is not None:
             return self._forced
-        course = self._decided(state)
-        course.steps += 1
-        explores = not course.shape.paths and course.steps % EXPLORE == 0
-        shape = course.explore if explores else course.shape
-        course.sums = [before + more for before, more in zip(course.sums, (1.0, *shape[1:]), strict=True)]
+        choice = self._decided(state)
+        choice.steps += 1
+        explores = not choice.shape.paths and choice.steps % EXPLORE == 0
+        shape = choice.explore if explores else choice.shape
+        choice.sums = [before + more for before, more in zip(choice.sums, (1.0, *shape[1:]), strict=True)]
         return shape.paths
 
     def outlook(self, state: "DecodeState") -> Shape:
         """The shape of the next draft and what is expected of it, without counting a step."""
         return self._decided(state).shape
 
-    def _decided(self, state: "DecodeState") -> _Course:
+    def _decided(self, state: "DecodeState") -> _Choice:
         """The choice for this batch size and sampling; it is made again every ``DECIDE`` steps."""
         key = state.batch, state.sampling
-        course = self._courses.get(key)
-        if course is None or (course.steps >= course.decide_at):
-            rates = course.rates if course else self._new_rates(state.sampling)
+        choice = self._choices.get(key)
+        if choice is None or (choice.steps >= choice.decide_at):
+            rates = choice.rates if choice else self._new_rates(state.sampling)
             costs = self._costs[(*key, context_limit(state.target, state.length))]
             explore = best_shape(rates.table(), costs, self.most_nodes)
             shape = explore if explore.speedup > 1.0 else Shape()
-            if course is None:
-                course = self._courses[key] = _Course(rates, shape, explore)
-            if shape.paths != course.shape.paths:
+            if choice is None:
+                choice = self._choices[key] = _Choice(rates, shape, explore)
+            if shape.paths != choice.shape.paths:
                 logging.getLogger(__name__).info("drafts: %s, expected speedup %.2f", shape.name, shape.speedup)
-            course.shape, course.explore = shape, explore
-            course.decide_at = course.steps + min(max(course.steps, 4), DECIDE)
-        self._now = course
-        return course
+            choice.shape, choice.explore = shape, explore
+            choice.decide_at = choice.steps + min(max(choice.steps, 4), DECIDE)
+        self._now = choice
+        return choice
 
     def _new_rates(self, sampling: Sampling) -> Rates:
         """Those of another batch size, if there are any: acceptance does not depend on it."""
-        for (_, other), course in self._courses.items():
+        for (_, other), choice in self._choices.items():
             if other == sampling:
-                return course.rates
+                return choice.rates
         return Rates(self.depths, self.ranks, self._tables.get("greedy" if sampling.greedy else "sampled"))
 
     def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
@@ -297,7 +297,7 @@ class ShapePolicy:
         """Expected tokens and time of all steps so far; None before the first."""
         if self._now is None:
             return None
-        steps, tokens, plain = (sum(course.sums[place] for course in self._courses.values()) for place in range(3))
+        steps, tokens, plain = (sum(choice.sums[place] for choice in self._choices.values()) for place in range(3))
         return Expected(steps, tokens, plain, self._now.shape.name)
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python, a prompt at a time. It does not tell its steps, so there is no tau."""
+"""llama.cpp through llama-cpp-python, one prompt at a time; it does not report steps, so there is no tau."""
 
 import tempfile
 import time
@@ -27,8 +27,8 @@ class LlamaCpp:
                 n_threads=job["threads"],
                 n_threads_batch=job["threads"],
                 draft_model=lookup if job["method"] == "prompt_lookup" else None,
-                logits_all=job["method"] == "prompt_lookup",  # which reads the logits of every drafted token
-                use_mmap=False,  # the file may go
+                logits_all=job["method"] == "prompt_lookup",  # verification reads the logits of every draft token
+                use_mmap=False,  # the file may be temporary
                 verbose=False,
             )
         described = self._engine.metadata.get("general.file_type", "")
@@ -46,7 +46,7 @@ class LlamaCpp:
         """See ``protocol.Engine``."""
         engine, job = self._engine, self._job
         eos = set(job["eos"])
-        engine.reset()  # or it would keep what this prompt shares with the one before
+        engine.reset()  # else it reuses the common beginning with the previous prompt
         engine.set_seed(seed)
         top_k, top_p = (job["top_k"], job["top_p"]) if temperature > 0 else (0, 1.0)
         tokens: list[int] = []
@@ -65,7 +65,7 @@ class LlamaCpp:
 
 
 def _leave_out_repacking(bindings: Any) -> None:
-    """Have weights stay as the file has them. ``Llama`` has no argument for that, but begins with these defaults."""
+    """Turn off repacking of weights in the default settings, because ``Llama`` has no argument for it."""
     defaults = bindings.llama_model_default_params
 
     def changed() -> Any:
@@ -77,13 +77,13 @@ def _leave_out_repacking(bindings: Any) -> None:
 
 
 def _converted(llama_cpp: Any, job: dict[str, Any], folder: str) -> str:
-    """The GGUF file with its weights in another type, by llama.cpp's own tool."""
+    """Convert the weights of a GGUF file to another type with llama.cpp's tool; return the new file."""
     import ctypes
 
     file = str(Path(folder) / "model.gguf")
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{job['gguf_type']}")
-    settings.allow_requantize = True  # unpacks what is packed
+    settings.allow_requantize = True  # the file may be quantised already
     status = llama_cpp.llama_model_quantize(job["gguf"].encode(), file.encode(), ctypes.byref(settings))
     if status:
         raise ValueError(f"llama.cpp cannot write {job['gguf']} as {job['gguf_type']} (status {status})")

@@ -1,8 +1,8 @@
-"""How a worker and eval.engines talk: a line of JSON each way, on stdin and stdout.
+"""The protocol between a worker and eval.engines: one line of JSON each way, on stdin and stdout.
 
-First comes the job (the options of the row, the model, the limits), answered by what the engine is, or by an error.
-Then prompts, one at a time, each answered by its tokens and times. The first is a short one that no figure counts: an
-engine that crashes at its first token is to do so before anything is measured.
+First the job (options of the row, model, limits); the answer is the engine's description, or an error. Then prompts,
+one at a time; the answer has tokens and times. The first prompt is short and not counted, so that an engine that
+crashes at its first token does so before anything is measured.
 """
 
 import json
@@ -16,25 +16,25 @@ class Engine(Protocol):
     """An engine with its model loaded.
 
     Attributes:
-        facts: ``engine``, ``version``, and whatever else a report should tell of it.
+        facts: ``engine``, ``version``, and more for the report.
     """
 
     facts: dict[str, Any]
 
     def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
-        """One prompt, alone.
+        """Decode one prompt.
 
         Returns:
-            ``tokens``: the new ones, up to and with the first EOS. ``prefill_seconds``: until the first of them were
-            there. ``decode_seconds``: from there on. ``commits``: how many each step gave, the prefill's first; None
-            where the engine does not tell. ``drafted``, ``accepted``: of each verification, in order, before EOS or the
-            limit cut it; None where the engine does not tell.
+            ``tokens``: new tokens, up to and including the first EOS. ``prefill_seconds``: until the first of them.
+            ``decode_seconds``: the rest. ``commits``: tokens of each step, the prefill's first. ``drafted``,
+            ``accepted``: of each verification in order, before EOS or the limit cut it. The last three are None if the
+            engine does not report them.
         """
         ...
 
 
 def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
-    """Answer until stdin ends. What the engine itself prints goes to stderr."""
+    """Answer until stdin ends. The engine's own output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""vLLM, a prompt at a time: what ``LLM.generate`` does, with a look at the clock when the first tokens come out."""
+"""vLLM, one prompt at a time: as ``LLM.generate``, with the time of the first tokens."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from typing import Any
 from eval.engine_workers.protocol import serve
 
 DEFAULTS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no message between two steps
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, without messages between steps
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,7 +27,7 @@ class VLLM:
         self._job = job
         options: dict[str, Any] = {}
         if speculative := speculation(job):
-            # Of every verification how many tokens were drafted and accepted, by the engine's own count.
+            # Report drafted and accepted tokens of every verification.
             options = {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
             options |= {"additional_config": {"drafter": job["ours"]}} if job["method"] == "ours" else {}
         self._drafts = bool(options)
@@ -37,7 +37,7 @@ class VLLM:
             dtype=job["dtype"],
             max_model_len=job["max_context"],
             max_num_seqs=1,
-            enable_prefix_caching=False,  # every prompt's prefill is a whole one
+            enable_prefix_caching=False,  # every prompt has a complete prefill
             seed=0,
             **options,
         ).llm_engine
@@ -52,7 +52,7 @@ class VLLM:
         settings = self._vllm.SamplingParams(
             temperature=temperature,
             max_tokens=max_new_tokens,
-            ignore_eos=True,  # the model's own; those of the run:
+            ignore_eos=True,  # the model's own; the run's are in stop_token_ids
             stop_token_ids=job["eos"],
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
@@ -82,7 +82,7 @@ class VLLM:
 
 
 def speculation(job: dict[str, Any]) -> dict[str, Any] | None:
-    """vLLM's ``speculative_config`` for a method of ours."""
+    """Return vLLM's ``speculative_config`` for a method; None for plain decoding."""
     method, tokens = job["method"], {"num_speculative_tokens": job["gamma"]}
     if method == "plain":
         return None

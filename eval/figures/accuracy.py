@@ -1,7 +1,4 @@
-"""Are the answers right? As a suite judges them: by their last number, by running them, by ROUGE or BLEU.
-
-A lossless method keeps plain decoding's accuracy, up to near ties in bf16 and, where it samples, to chance.
-"""
+"""Accuracy of answers by a suite's metric: the last number, running a program, ROUGE or BLEU."""
 
 import re
 from collections.abc import Sequence
@@ -13,13 +10,7 @@ from eval.measure.programs import passes
 from eval.prompts.prompts import Prompt
 from eval.prompts.suites import filled, load_suite, suite_name
 
-SHOWN: dict[str, str] = {
-    "number": "right number",
-    "humaneval": "pass@1",
-    "mbpp": "pass@1",
-    "rouge": "ROUGE-1",
-    "bleu": "BLEU",
-}
+SHOWN = {"number": "right number", "humaneval": "pass@1", "mbpp": "pass@1", "rouge": "ROUGE-1", "bleu": "BLEU"}
 PROGRAMS = ("humaneval", "mbpp")
 LIBRARIES = {"rouge": "rouge_score", "bleu": "sacrebleu"}
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -29,12 +20,12 @@ FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.S)
 def accuracy(
     prompts: Sequence[Prompt], answers: Sequence[str], cut: Sequence[bool], run_code: bool
 ) -> dict[str, dict[str, Any]]:
-    """By suite, or by its category: the share of right answers, or ROUGE-1 or BLEU, all of 100.
+    """Return by suite, or by category, the share of right answers, or ROUGE-1 or BLEU, in percent.
 
     Args:
-        prompts: of which only first turns of suites that judge answers count. answers: their texts.
-        cut: whether an answer ended at its limit of new tokens, where it may not have come to its point.
-        run_code: programs are run only where the user has said so.
+        prompts: only first turns of suites with a metric count. answers: their texts.
+        cut: whether an answer ended at its limit of new tokens, perhaps too early.
+        run_code: whether the user allows running programs.
     """
     places: dict[tuple[str, str], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -46,73 +37,50 @@ def accuracy(
         why = _unavailable(metric, run_code)
         of_these = [(prompts[place], answers[place]) for place in chosen]
         value = None if why else _value(metric, of_these)
-        found[name] = {
-            "metric": SHOWN[metric],
-            "value": value,
-            "answers": len(chosen),
-            "cut": sum(cut[n] for n in chosen),
-        }
-        found[name] |= {"unavailable": why} if why else {}
+        found[name] = {"metric": SHOWN[metric], "value": value, "answers": len(chosen)}
+        found[name] |= {"cut": sum(cut[n] for n in chosen)} | ({"unavailable": why} if why else {})
     return found
 
 
 def _unavailable(metric: str, run_code: bool) -> str | None:
-    """Why there is no figure."""
+    """Return why there is no figure; None if there is one."""
     if metric in PROGRAMS and not run_code:
-        return "the answers are programs, and prompts.run_code=true was not given, with which they are run"
+        return "the answers are programs; prompts.run_code=true runs them"
     library = LIBRARIES.get(metric)
     if library is not None and find_spec(library) is None:
-        return f"it takes `pip install {library.replace('_', '-')}`"
+        return f"it needs `pip install {library.replace('_', '-')}`"
     return None
 
 
 def _value(metric: str, answered: list[tuple[Prompt, str]]) -> float:
+    records, answers = [prompt.record for prompt, _ in answered if prompt.record], [answer for _, answer in answered]
     if metric in PROGRAMS:
-        right = [passes(program(metric, _fields(prompt), answer)) for prompt, answer in answered]
+        right = [passes(program(metric, one.fields, answer)) for one, answer in zip(records, answers, strict=True)]
         return 100 * sum(right) / len(right)
-    references = [_reference(prompt) for prompt, _ in answered]
-    answers = [answer for _, answer in answered]
+    references = [filled(load_suite(one.suite or "").reference or "", one.fields) or "" for one in records]
     if metric == "number":
-        same = [same_number(answer, right) for answer, right in zip(answers, references, strict=True)]
-        return 100 * sum(same) / len(same)
-    return _rouge(answers, references) if metric == "rouge" else _bleu(answers, references)
+        return 100 * sum(map(same_number, answers, references)) / len(answers)
+    if metric == "rouge":  # the mean F1 of single words, stemmed, as in papers on CNN/DM
+        from rouge_score.rouge_scorer import RougeScorer
 
-
-def _rouge(answers: list[str], references: list[str]) -> float:
-    """The mean F1 of single words, stemmed, as the papers on CNN/DM have it."""
-    from rouge_score.rouge_scorer import RougeScorer
-
-    scorer = RougeScorer(["rouge1"], use_stemmer=True)
-    pairs = zip(references, answers, strict=True)
-    return 100 * sum(scorer.score(right, answer)["rouge1"].fmeasure for right, answer in pairs) / len(answers)
-
-
-def _bleu(answers: list[str], references: list[str]) -> float:
-    """Of all answers together."""
+        scorer = RougeScorer(["rouge1"], use_stemmer=True)
+        scores = [
+            scorer.score(right, answer)["rouge1"].fmeasure for right, answer in zip(references, answers, strict=True)
+        ]
+        return 100 * float(sum(scores)) / len(answers)
     import sacrebleu
 
     return float(sacrebleu.corpus_bleu([" ".join(answer.split()) for answer in answers], [references]).score)
 
 
-def _fields(prompt: Prompt) -> dict[str, Any]:
-    assert prompt.record is not None
-    return prompt.record.fields
-
-
-def _reference(prompt: Prompt) -> str:
-    assert prompt.record is not None
-    assert prompt.record.suite is not None
-    return filled(load_suite(prompt.record.suite).reference or "", prompt.record.fields) or ""
-
-
 def same_number(answer: str, reference: str) -> bool:
-    """Whether the last number of both is the same (GSM8K's stands behind ####)."""
+    """Return whether the last numbers are equal (GSM8K's reference has its number after ####)."""
     found, right = last_number(answer), last_number(reference)
     return found is not None and found == right
 
 
 def last_number(text: str) -> Decimal | None:
-    """``$1,200.50.`` -> 1200.5; None where there is no number."""
+    """Return the last number of a text: ``$1,200.50.`` -> 1200.5; None if there is none."""
     numbers = NUMBER.findall(text)
     try:
         return Decimal(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
@@ -121,10 +89,10 @@ def last_number(text: str) -> Decimal | None:
 
 
 def program(metric: str, fields: dict[str, Any], answer: str) -> str:
-    """A program that comes to its end where the answer passes its tests.
+    """Return a program that reaches its end if the answer passes its tests.
 
-    Of an answer with blocks of code the first is taken, else all of it; HumanEval's may be the whole function or go on
-    where the prompt ends.
+    Uses the answer's first block of code, else all of it; for HumanEval, the whole function or a continuation of the
+    prompt.
     """
     block = FENCE.search(answer)
     code = block.group(1) if block else answer

@@ -1,15 +1,15 @@
-"""Were tokens drawn from the distributions that they should be drawn from? Exact tests for a few thousand tokens.
+"""Tests whether tokens were drawn from given distributions, for a few thousand tokens.
 
-The probability integral transform: where the tokens of the vocabulary lie one after another on [0, 1), each as long as
-its probability, a token that is drawn from them lies uniformly, whatever the distribution (a point within its piece is
-drawn at random). So places of tokens with all kinds of texts before them are one sample, independent and uniform, and
-go into one test, or, by anything that was known before a token was drawn, into several: none of them is approximate
-but for the chi-square distribution of the statistic.
+The probability integral transform: lay the vocabulary out on [0, 1), each token with the length of its probability, and
+take a random point in the piece of the token drawn. These places are uniform and independent for any distributions, so
+tokens after all kinds of texts are one sample. The sample may be divided by anything known before a token was drawn;
+only the chi-square distribution of the statistic is approximate.
 
-In which order the tokens lie decides which mistakes show: it may be any that is fixed before the token is drawn.
+The order of the vocabulary decides which mistakes show; it must be fixed before the token is drawn.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 BINS = 8
-FEWEST = 40 * BINS  # places to test: with 40 expected a bin the tail of the statistic is a chi-square's far out
+FEWEST = 40 * BINS  # places: with 40 expected per bin, the statistic has a chi-square's tail
 POWER = 0.99
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one sample of places; ``distance``: the total variation that it would have caught with ``POWER``."""
+    """Test of one sample of places; ``distance``: the total variation that it finds with probability ``POWER``."""
 
     count: int
     statistic: float
@@ -33,11 +33,11 @@ class Fit:
 
 
 def places(p: Tensor, order: Tensor, tokens: Tensor, generator: np.random.Generator) -> Tensor:
-    """Where ``tokens [n]`` lie on [0, 1), float64 ``[n]``, with the vocabulary laid out by falling ``order [n, V]``.
+    """Return the places of ``tokens [n]`` on [0, 1), float64 ``[n]``, with the vocabulary by falling ``order [n, V]``.
 
     Args:
-        p: ``[n, V]`` what each was drawn from; need not be normalised. Ties of ``order`` lie by their ids.
-        generator: numpy's, for torch's with the seed of a text would repeat the numbers that the text was drawn with.
+        p: ``[n, V]`` distribution of each token, need not be normalised. Ties of ``order`` are in order of ids.
+        generator: numpy's, because torch's with the seed of a text would repeat the numbers that drew the text.
     """
     p = p.double() / p.double().sum(1, keepdim=True)
     at = tokens[:, None]
@@ -49,10 +49,10 @@ def places(p: Tensor, order: Tensor, tokens: Tensor, generator: np.random.Genera
 
 
 def uniformity(sample: np.ndarray, level: float) -> Fit | None:
-    """Pearson's test of places against the uniform distribution; None where there are fewer than ``FEWEST``.
+    """Return Pearson's test of places against the uniform distribution; None below ``FEWEST`` places.
 
     Args:
-        level: below which p-value it fails, which decides what it would have caught.
+        level: p-value below which it fails, which determines ``distance``.
     """
     count = len(sample)
     if count < FEWEST:
@@ -63,30 +63,34 @@ def uniformity(sample: np.ndarray, level: float) -> Fit | None:
 
 
 def detectable(count: int, level: float, bins: int = BINS) -> float:
-    """The smallest total variation between the places' distribution and the uniform one that a test of ``count`` places
-    at this level catches with ``POWER``, however it is spread over the bins.
+    """Return the smallest total variation from the uniform distribution that a test of ``count`` places finds.
 
-    Bins that are off by d_k make the statistic a noncentral chi-square's, with noncentrality n K sum d_k^2. Of all that
-    have sum |d_k| = 2 TV none has less of it than 4 n TV^2: half of the bins too full, half too empty, all alike.
+    Deviations d_k of the bins make the statistic noncentral chi-square with noncentrality n K sum d_k^2. For a given
+    sum |d_k| = 2 TV its minimum is 4 n TV^2: half of the bins too full, half too empty, all by the same amount.
     """
     return min(1.0, math.sqrt(_noncentrality(level, bins - 1) / (4 * count)))
 
 
 @lru_cache(maxsize=16)
 def _noncentrality(level: float, degrees: int) -> float:
-    """Of what a test at this level catches with ``POWER``."""
-    limit = _chi_square_quantile(level, degrees)
-    low, high = 0.0, 4.0 * limit + 100.0
-    for _ in range(60):
+    """Return the noncentrality that a test at this level finds with probability ``POWER``."""
+    limit = _first(lambda value: chi_square_tail(value, degrees) <= level, 2000.0)
+    return _first(lambda value: _noncentral_tail(limit, degrees, value) >= POWER, 4.0 * limit + 100.0)
+
+
+def _first(reached: Callable[[float], bool], high: float) -> float:
+    """Return by bisection the smallest value up to ``high`` for which ``reached`` is true."""
+    low = 0.0
+    for _ in range(80):
         middle = (low + high) / 2
-        low, high = (low, middle) if _noncentral_tail(limit, degrees, middle) >= POWER else (middle, high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
     return high
 
 
 def count_tail(observed: int, expected: float) -> float:
-    """Two-sided p-value of a number of events whose chances, each given what came before it, sum to ``expected``.
+    """Return the two-sided p-value of a number of events whose conditional probabilities sum to ``expected``.
 
-    Poisson's tails: wider than those of a sum of chances, so the p-value is too large rather than too small.
+    Poisson's tails are wider than those of such a sum, so the p-value is conservative.
     """
     few = _gamma_tail(observed + 1, expected)
     many = float(torch.special.gammainc(_double(observed), _double(expected))) if observed else 1.0
@@ -94,7 +98,7 @@ def count_tail(observed: int, expected: float) -> float:
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """The probability of more than ``statistic``."""
+    """Return the probability of more than ``statistic``."""
     return _gamma_tail(degrees / 2, statistic / 2)
 
 
@@ -106,16 +110,8 @@ def _double(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
-def _chi_square_quantile(level: float, degrees: int) -> float:
-    low, high = 0.0, 2000.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chi_square_tail(middle, degrees) > level else (low, middle)
-    return high
-
-
 def _noncentral_tail(limit: float, degrees: int, noncentrality: float) -> float:
-    """A noncentral chi-square's, as the Poisson mixture of central ones that it is."""
+    """Return the tail of a noncentral chi-square, a Poisson mixture of central ones."""
     half = _double(noncentrality / 2)
     most = int(half + 12 * half.sqrt() + 40)
     number = torch.arange(most, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Is what a drafter committed what the target would have said? Greedy by its argmaxes, sampled by its probabilities.
+"""Test a drafter's texts against the target: greedy ones by its argmax, sampled ones by its probabilities.
 
-The target is asked by plain forwards of transformers' own model over whole texts: no loop, cache or rule of ours.
+The target runs as plain forwards of transformers' own model over whole texts, without our loop, cache or rules.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,19 +17,19 @@ from eval.figures import divergence
 from eval.figures.goodness_of_fit import POWER, Fit, count_tail, places, uniformity
 from eval.measure.watched import PREFILL, Known
 
-# As divergence.TOLERANCE, but for float32: another order of summing, as another implementation has it, moves a logit by
-# some roundings of 24 bits.
+# As divergence.TOLERANCE, except for float32: another implementation sums in another order, which moves a logit by some
+# roundings of 24 bits.
 ROUNDING = divergence.TOLERANCE | {torch.float32: 64 / 2**24}
-DEEPEST = 3  # accepted draft tokens from which on places are taken together
-ELEMENTS = 1 << 23  # of the probabilities that are worked on at once
-AT_THE_EDGE = 1e-3  # of the tokens, those that rounding may have moved over the edge of top-k or top-p
+DEEPEST = 3  # places after this many or more accepted draft tokens are one group
+ELEMENTS = 1 << 23  # of logits computed at once
+AT_THE_EDGE = 1e-3  # share of tokens that rounding may move across the edge of top-k or top-p
 ORDERS = ("target", "draft")
 LOST = "are not what their steps committed"
 
 
 @dataclass
 class Texts:
-    """Prompts and what a drafter made of them; ``known``: of every new token, where they were sampled."""
+    """Prompts and a drafter's new tokens; ``known``: of every sampled token."""
 
     prompts: list[list[int]] = field(default_factory=list)
     new: list[list[int]] = field(default_factory=list)
@@ -37,13 +37,13 @@ class Texts:
 
 
 def logits_of(target: TargetModel, texts: Texts) -> Iterator[tuple[int, Tensor]]:
-    """(index, logits ``[new tokens, V]`` of the distribution of each of its new tokens) of every text."""
+    """Yield (index of the text, logits ``[new tokens, V]``) of every text."""
     longest = max(len(prompt) + len(new) for prompt, new in zip(texts.prompts, texts.new, strict=True))
     some = max(1, ELEMENTS // (longest * target.vocab_size))
     for start in range(0, len(texts.new), some):
         chosen = slice(start, start + some)
         rows = [prompt + new for prompt, new in zip(texts.prompts[chosen], texts.new[chosen], strict=True)]
-        # Filled up on the right, which causal attention does not see.
+        # Padding on the right does not affect causal attention.
         logits = target.model(padded(rows, target.device), use_cache=False).logits
         for index in range(start, start + len(rows)):
             first = len(texts.prompts[index]) - 1
@@ -51,7 +51,7 @@ def logits_of(target: TargetModel, texts: Texts) -> Iterator[tuple[int, Tensor]]
 
 
 def broken_ends(texts: Texts, eos: frozenset[int], limit: int) -> dict[str, int]:
-    """How many texts go on after an EOS, end without one below the limit, or are longer than that."""
+    """Count texts that continue after EOS, end early without EOS, or are longer than the limit."""
     found = {"go on after EOS": 0, "end early without EOS": 0, "longer than the limit": 0}
     for new in texts.new:
         found["go on after EOS"] += any(token in eos for token in new[:-1])
@@ -62,7 +62,7 @@ def broken_ends(texts: Texts, eos: frozenset[int], limit: int) -> dict[str, int]
 
 @torch.inference_mode()
 def greedy_fit(target: TargetModel, texts: Texts, eos: frozenset[int], limit: int) -> dict[str, Any]:
-    """Every token that is not the target's argmax after the text before it, and whether rounding explains it."""
+    """Return every token that is not the target's argmax given the text before it, and whether rounding explains it."""
     found = []
     for index, logits in logits_of(target, texts):
         new = torch.tensor(texts.new[index], device=logits.device)
@@ -89,13 +89,13 @@ def greedy_fit(target: TargetModel, texts: Texts, eos: frozenset[int], limit: in
 
 @dataclass
 class Sample:
-    """Of every sampled token: its place on [0, 1) by both orders, and what was known before it was drawn."""
+    """Columns over all sampled tokens: places on [0, 1) by both orders, and what was known before each was drawn."""
 
     target: np.ndarray
-    draft: np.ndarray  # nan where nothing was drafted
+    draft: np.ndarray  # nan if nothing was drafted
     accepted: np.ndarray
-    before: np.ndarray  # PREFILL where there was no step before
-    previous: np.ndarray  # the place of the token before it, nan of a text's first
+    before: np.ndarray  # PREFILL if there was no step before
+    previous: np.ndarray  # place of the previous token, nan for a text's first
 
 
 @torch.inference_mode()
@@ -108,10 +108,10 @@ def sampled_fit(
     alpha: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Whether sampled texts are drawn from the target's own distributions.
+    """Test whether sampled texts are drawn from the target's distributions.
 
     Args:
-        limit: new tokens that a text may have. alpha: the chance that a lossless drafter fails.
+        limit: largest number of new tokens. alpha: probability that a lossless drafter fails.
     """
     generator = np.random.default_rng(seed)
     parts: list[list[np.ndarray]] = []
@@ -146,13 +146,13 @@ def sampled_fit(
 
 
 def _columns(p: Tensor, tokens: Tensor, known: Sequence[Known], generator: np.random.Generator) -> list[np.ndarray]:
-    """The columns of ``Sample`` for one text, in their order."""
+    """Return the columns of ``Sample`` for one text."""
     by_target = places(p, p, tokens, generator).cpu().numpy()
     by_draft = np.full(len(tokens), np.nan)
     drafted = [index for index, each in enumerate(known) if each.q is not None]
     if drafted:
         q = torch.stack([each.q for each in known if each.q is not None]).to(p)
-        # What the draft holds for likelier than the target does comes first: there, faults of rules take or leave most.
+        # Tokens that the draft overestimates come first: faulty rules accept or reject these wrongly.
         order = torch.where(p[drafted] > 0, q / p[drafted], 0.0)
         by_draft[drafted] = places(p[drafted], order, tokens[drafted], generator).cpu().numpy()
     accepted = np.array([each.accepted for each in known])
@@ -161,7 +161,7 @@ def _columns(p: Tensor, tokens: Tensor, known: Sequence[Known], generator: np.ra
 
 
 def strata(sample: Sample) -> dict[str, np.ndarray]:
-    """By name, which tokens stand in it: each was settled before they were drawn."""
+    """Return groups of tokens by name; each group was known before its tokens were drawn."""
     accepted, before = np.minimum(sample.accepted, DEEPEST), np.minimum(sample.before, DEEPEST)
     more = {depth: " or more" if depth == DEEPEST else "" for depth in range(DEEPEST + 1)}
     found = {"all": np.ones(len(accepted), dtype=bool), "first token": accepted == PREFILL}
@@ -175,7 +175,7 @@ def strata(sample: Sample) -> dict[str, np.ndarray]:
     step = accepted != PREFILL
     found |= {
         "drafted for": ~np.isnan(sample.draft),
-        "behind the draft's end": np.isnan(sample.draft) & step & (accepted > 0),
+        "after the draft's end": np.isnan(sample.draft) & step & (accepted > 0),
     }
     with np.errstate(invalid="ignore"):
         quarters = np.floor(sample.previous * 4)
@@ -184,7 +184,7 @@ def strata(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def judge(sample: Sample, ends: int, expected_ends: float, alpha: float) -> dict[str, Any]:
-    """All tests, and one p-value: the smallest of them times their number (Bonferroni), whatever hangs on what."""
+    """Return all tests and one p-value: the smallest times their number (Bonferroni), for any dependence."""
     groups = strata(sample)
     most = len(groups) * len(ORDERS) + 1
     level = alpha / most

@@ -1,4 +1,4 @@
-"""From runs to the figures of the report. tau, CTAR and n-alpha are the trace's own; nothing is defined twice."""
+"""Compute the report's figures from runs; tau, CTAR and n-alpha are defined in ``drafters.loop.trace`` only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,9 @@ MIN_LOOP_REPEATS = 3
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:
-    """Whether an output ends in a loop: its end repeats one cycle.
+    """Return whether an output ends in a loop: for a period p of 1 to 32, the last max(3 p, 24) tokens repeat p tokens.
 
-    Precisely: for some period p of 1 to 32 tokens, the last max(3 p, 24) tokens each equal the token p before them (but
-    for the first p of them), so that they are at least three turns of one cycle. Longer cycles go unseen. An output
-    that stopped by itself, at EOS, never counts: EOS stands nowhere in a cycle.
+    Longer cycles are not detected. An output that ends at EOS never counts, because no cycle contains EOS.
     """
     for period in range(1, MAX_LOOP_PERIOD + 1):
         length = max(MIN_LOOP_REPEATS * period, MIN_LOOP_TOKENS)
@@ -32,13 +30,13 @@ def ends_in_loop(tokens: Sequence[int]) -> bool:
 
 
 def typical_run(rounds: list[Run]) -> Run:
-    """Of one prompt's rounds, an odd number of them, the one with the median time a token."""
+    """Return the run with the median time per token, of one prompt's rounds (an odd number)."""
     assert len(rounds) % 2, f"{len(rounds)} rounds have no middle one"
     return sorted(rounds, key=lambda run: run.seconds_per_token)[len(rounds) // 2]
 
 
 def merged_trace(runs: Sequence[Run]) -> Trace:
-    """One trace over all runs that tell their steps, so that tau and its kin weigh every step alike."""
+    """Return one trace of all runs that report steps, so that tau gives every step the same weight."""
     merged = Trace()
     for run in runs:
         for name in ("steps", *TIME_FIELDS):
@@ -47,7 +45,7 @@ def merged_trace(runs: Sequence[Run]) -> Trace:
 
 
 def tokens_per_second(runs: Sequence[Run]) -> float | None:
-    """Decoded tokens over decoding seconds, both in total; None where nothing had to be decoded."""
+    """Return total decoded tokens over total decoding seconds; None if nothing was decoded."""
     seconds = sum(run.decode_seconds for run in runs)
     tokens = sum(run.decoded_tokens for run in runs)
     return tokens / seconds if tokens and seconds > 0 else None
@@ -55,7 +53,7 @@ def tokens_per_second(runs: Sequence[Run]) -> float | None:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Over the baseline, from the same prompts: ratio of totals, and the median prompt's, with 95% intervals."""
+    """Speedup over the baseline on the same prompts: ratio of totals, and median over prompts, with 95% intervals."""
 
     speedup: float | None
     speedup_ci: tuple[float, float] | None
@@ -67,9 +65,9 @@ Pair = tuple[Run, Run]  # of one prompt in one round: a method's run, and the ba
 
 
 def typical_pair(rounds: list[Run], baseline: list[Run]) -> Pair | None:
-    """Of one prompt's rounds, the one with the median speedup: what slows one round down slows both of its runs.
+    """Return the round with the median speedup, of one prompt's rounds (an odd number); None if nothing was decoded.
 
-    The rounds are an odd number; None where either method had nothing to decode.
+    A slow phase of the machine affects both runs of a round.
     """
     assert [(run.prompt, run.round) for run in rounds] == [(run.prompt, run.round) for run in baseline]
     pairs = [(a, b) for a, b in zip(rounds, baseline, strict=True) if a.decoded_tokens and b.decoded_tokens]
@@ -79,11 +77,10 @@ def typical_pair(rounds: list[Run], baseline: list[Run]) -> Pair | None:
 
 
 def paired_speedup(rounds: Sequence[list[Run]], baseline: Sequence[list[Run]], seed: int = 0) -> Speedup:
-    """Speedup over ``baseline``; both hold the rounds of each prompt, in the same order.
+    """Return the speedup over ``baseline``; both have the rounds of each prompt, in the same order.
 
-    Of every prompt its ``typical_pair`` counts. The interval is the paired bootstrap's: prompts are drawn with
-    replacement, and with each its runs of both methods. Prompts where either had nothing to decode are left out. No
-    interval below two prompts.
+    Every prompt counts with its ``typical_pair``; prompts without decoded tokens are left out. The interval is of the
+    paired bootstrap: it draws prompts with replacement. No interval below two prompts.
     """
     found = (typical_pair(runs, plain) for runs, plain in zip(rounds, baseline, strict=True))
     pairs = [pair for pair in found if pair is not None]
@@ -107,10 +104,9 @@ def _interval(samples: np.ndarray) -> tuple[float, float]:
 
 
 def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
-    """tau over all steps with its 95% interval, as the mean of the prompts' own, and over all steps without the prompts
-    of ``looping`` (indices of these runs' loops), CTAR(1..), n-alpha and joint acceptance by depth.
+    """Return tau (over all steps, as mean over prompts, without the prompts in ``looping``), CTAR, n-alpha and joint.
 
-    All None for stock generate, which tells no steps.
+    All are None for stock generate, which reports no steps.
     """
     trace = merged_trace(runs)
     rest = merged_trace([run for run in runs if run.prompt not in looping])
@@ -137,7 +133,7 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
 
 
 def _tau_interval(runs: Sequence[Run], seed: int = 0) -> tuple[float, float] | None:
-    """The bootstrap's, which draws prompts with replacement; None below two of them with steps."""
+    """Return the 95% interval of the bootstrap over prompts; None below two prompts with steps."""
     traces = [run.trace for run in runs if run.trace is not None and run.trace.steps]
     if len(traces) < 2:
         return None
@@ -148,11 +144,8 @@ def _tau_interval(runs: Sequence[Run], seed: int = 0) -> tuple[float, float] | N
 
 
 def expected(runs: Sequence[Run]) -> dict[str, Any]:
-    """tau and speedup as a drafter that shapes its drafts by itself promised them, and its latest choice.
-
-    Nothing of drafters that promise nothing.
-    """
-    made = [run.promised for run in runs if run.promised is not None]
+    """Return the expected tau and speedup of a drafter that chooses options itself, and its latest choice; else {}."""
+    made = [run.expected for run in runs if run.expected is not None]
     steps, tokens, plain = (sum(float(one[place]) for one in made) for place in range(3))
     if not steps or not plain:
         return {}
@@ -160,9 +153,9 @@ def expected(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def times(runs: Sequence[Run]) -> dict[str, Any]:
-    """Speeds, milliseconds of a step's parts and of a prefill, and the share of decoding outside forward passes.
+    """Return speeds, milliseconds of a step's parts and of a prefill, and the share of time outside forward passes.
 
-    What steps would tell is None for stock generate.
+    Figures of steps are None for stock generate.
     """
     trace = merged_trace(runs)
     wall = sum(run.wall_seconds for run in runs)
@@ -179,20 +172,20 @@ def times(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _host_ms(trace: Trace) -> float | None:
-    """Of a step, outside forward passes."""
+    """Return milliseconds per step outside forward passes."""
     if trace.overhead is None or not trace.draft_seconds:
         return None
     return 1e3 * trace.overhead * trace.decode_seconds / len(trace.draft_seconds)
 
 
-FEWEST_STEPS = 20  # of a line of ``by_context``
+FEWEST_STEPS = 20  # of a bin of ``by_context``
 
 
 def by_context(runs: Sequence[Run], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """tau by the tokens that stood before a step, in bins from one power of two to the next, of enough steps each.
+    """Return tau by the number of tokens before a step, in bins by power of two with at least FEWEST_STEPS steps.
 
     Args:
-        runs: of one prompt each. lengths: of all prompts, in tokens.
+        runs: of one prompt each. lengths: tokens of all prompts.
     """
     bins: dict[int, Trace] = {}
     for run in runs:
@@ -210,9 +203,9 @@ def by_context(runs: Sequence[Run], lengths: Sequence[int]) -> list[dict[str, An
 
 
 def joules_per_token(runs: Sequence[Run]) -> dict[str, float | None]:
-    """Energy of whole calls, prefill included, over all their new tokens, both in total; None where one is unknown.
+    """Return the energy of whole calls, prefill included, over all new tokens; None if one is unknown.
 
-    A single call may be shorter than the counter's resolution: so give the runs of all prompts and rounds.
+    A call may be shorter than the counter's resolution, so give the runs of all prompts and rounds.
     """
     tokens = sum(len(run.tokens) for run in runs)
     device = [run.energy_joules for run in runs if run.energy_joules is not None]

@@ -1,4 +1,4 @@
-"""Two measurements of the same prompts: did a figure change by more than chance would have it?"""
+"""Test whether a figure changed between two measurements of the same prompts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 SAMPLES = 10_000
-BLOCK = 1_000  # drawn at once, for memory's sake
+BLOCK = 1_000  # samples drawn at once, to bound memory
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of a figure from A to B; ``ratio_ci``: 95%, paired bootstrap over ``prompts``. p_value: of no change at all.
+    """Change of a figure from A to B; ``ratio_ci``: 95%, paired bootstrap over ``prompts``; ``p_value``: of no change.
 
-    Both allow for what two measurements differ by on all prompts alike, as far as ``change`` was told of it.
+    Both include ``between``, see ``change``.
     """
 
     a: float
@@ -25,22 +25,21 @@ class Change:
     prompts: int
 
 
-# Sums over some prompts, one a row: figures that are no function of sums (a mean of ratios) are none of these.
+# From sums over prompts ``[..., k]`` to a figure.
 Figure = Callable[[np.ndarray], np.ndarray]
 
 
 def change(a: np.ndarray, b: np.ndarray, figure: Figure, between: float = 0.0, seed: int = 0) -> Change:
-    """How ``figure`` of the sums of a measurement's columns differs between ``a [n, k]`` and ``b [n, k]``.
+    """Return the change of ``figure`` of the column sums from ``a [n, k]`` to ``b [n, k]``.
 
-    The p-value is a sign-flip test's: where both measure the same thing, the two of a prompt might as well have been
-    swapped, so that the change found is one of all those that swapping gives. It holds for any number of prompts (of
-    five, none can be significant), where a bootstrap's tails would need many.
+    The p-value is of a sign-flip test: if both measure the same thing, swapping the two of a prompt changes nothing. It
+    holds for any number of prompts (with five, no change can be significant).
 
     Args:
         figure: of sums ``[..., k]``, above 0.
-        between: standard deviation of the logarithm of what two measurements of the same thing differ by on all
-            prompts alike, which no number of prompts tells. The p-value is then at least that of a normal deviate
-            whose variance is this one's and the sign flips' together, and the interval is as much wider.
+        between: standard deviation of the logarithm of the factor between two measurements of the same thing, on all
+            prompts alike. The p-value is at least that of a normal deviate with the variance of this and of the
+            sign flips together, and the interval is wider accordingly.
     """
     generator, n = np.random.default_rng(seed), len(a)
     found = np.log(figure(b.sum(0)) / figure(a.sum(0)))
@@ -62,7 +61,7 @@ def change(a: np.ndarray, b: np.ndarray, figure: Figure, between: float = 0.0, s
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values: below 5% somewhere by chance in at most one family of twenty."""
+    """Return Holm's adjusted p-values: by chance, one is below 5% in at most one family of twenty."""
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     adjusted, most = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(order):

@@ -1,1 +1,1 @@
-"""Runs: what is decoded, by which drafters, on which machine, and how long it took."""
+"""Runs: prompts, drafters, machine, tokens and times."""

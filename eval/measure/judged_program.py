@@ -1,7 +1,7 @@
-"""Run a program that a model wrote, from standard input, within limits. It is a process of its own, without our code.
+"""Run a program from standard input that a model wrote, with limits, in a process without our code.
 
-Its argument is a number of seconds. The first line is a word, which is written to standard output if the program comes
-to its end. It is no sandbox against malice: the file system is as it is, but for the size of what is written.
+The argument is a number of seconds. The first line of input is a word, which is written to standard output if the
+program reaches its end. It is no sandbox against malice: the file system is open, except for the size of writes.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ import resource
 import sys
 from pathlib import Path
 
-SECONDS, MEMORY, WRITTEN = 5, 1 << 30, 1 << 20  # of the CPU; bytes
+SECONDS, MEMORY, WRITTEN = 5, 1 << 30, 1 << 20  # of CPU time; bytes; bytes
 
 
 def limit(seconds: int) -> None:
-    """What the process may use: so much of the CPU, no core dump, no child processes, little of everything else."""
+    """Limit CPU time, memory and writes; forbid core dumps and child processes."""
     for what, most in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, MEMORY),
@@ -23,17 +23,17 @@ def limit(seconds: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        with contextlib.suppress(ValueError, OSError):  # the machine allows less
+        with contextlib.suppress(ValueError, OSError):  # the machine has a lower limit
             resource.setrlimit(what, (most, most))
 
 
 def refuse(*_: object, **__: object) -> None:
-    """In the place of what a solution has no use for."""
+    """Replace functions that a solution does not need."""
     raise PermissionError("not for a program that is judged")
 
 
 def disarm() -> None:
-    """Take from the program what could do harm by a slip: processes, deletion, sockets (where no namespace does)."""
+    """Disable functions that could do harm by accident: processes, deletion, sockets (if no namespace does)."""
     import builtins
     import shutil
     import socket
@@ -52,7 +52,7 @@ def disarm() -> None:
 
 
 def main() -> None:
-    """Read, limit, run, and say that the end was reached."""
+    """Read the program, set limits, run it, and write the word at its end."""
     word, program = sys.stdin.readline(), sys.stdin.read()
     reached = os.dup(1)
     limit(int(sys.argv[1]))

@@ -1,59 +1,33 @@
-"""The configured drafters, built afresh for every round; what they only read, the draft models, is loaded once."""
+"""The configured drafters, built again for every round; their draft models are loaded once."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from drafters import Drafter, LearnedDrafter, TargetModel, drafter_class, make_drafter
-from drafters.config import Engine
-from drafters.model.draft_head import TextTokens
-from eval.measure.entries import DRAFT_MODELS, DrafterEntry
-from eval.measure.inside import draft_vocabulary, trained_with
+from drafters.model.draft_head import DraftHead, TextTokens
+from eval.entries import DRAFT_MODELS, DrafterEntry
+from eval.measure.models import Models
 
-
-class Models:
-    """A target and the draft models for it, each loaded once.
-
-    Args:
-        engine: of the draft models; None: each its best.
-        stock: what transformers' own generation runs on, where the target is quantised.
-    """
-
-    def __init__(self, target: TargetModel, engine: Engine | None = None, stock: TargetModel | None = None) -> None:
-        self.target, self.engine, self.stock = target, engine, stock or target
-        self._draft_models: dict[str, TargetModel] = {}
-
-    def draft_model(self, path: str) -> TargetModel:
-        """The draft model of a folder or Hub repository, in the target's dtype and on its device.
-
-        Raises:
-            ValueError: it cannot be loaded.
-        """
-        if path not in self._draft_models:
-            place = self.target.dtype, self.target.device
-            self._draft_models[path] = TargetModel.from_pretrained(path, *place, engine=self.engine)
-        return self._draft_models[path]
+KEPT = ("data", "dialogues", "tokens", "minutes", "ranks", "joules")  # fields of a checkpoint's training record
 
 
 class Lineup:
-    """Builds drafters, so that none in a round has met a prompt before.
+    """Builds drafters that have seen no prompt.
 
-    All are built once at the start, which finds what is wrong with them; these are the ones that the first call of
-    ``fresh`` for each hands out. Whoever gets drafters from there is the only one to hold them.
+    All are built once at the start, which finds mistakes in their options; ``fresh`` hands these out first and keeps
+    no reference.
 
     Attributes:
-        max_context: positions that every drafter was made for.
-        described: by name, what the report's rows say of each drafter beside what is measured.
-        draft_vocabularies: by name, the tokens that a drafter with a pruned vocabulary can draft.
-        remembering: the names of those that carry something from prompt to prompt.
-
-    Raises:
-        ValueError: some cannot be built; one message names them all.
+        max_context: positions that all drafters have.
+        described: by name, what the report's rows say of each drafter besides figures.
+        draft_vocabularies: by name, the tokens of a drafter with a pruned vocabulary.
+        remembering: names of the drafters that remember earlier prompts.
     """
 
     def __init__(self, entries: list[DrafterEntry], models: Models) -> None:
         self._entries, self._models = entries, models
-        self._unused: dict[int, Drafter] = {}  # by their entry's place: entries of other temperatures may share a name
+        self._unused: dict[int, Drafter] = {}  # by index: entries of different temperatures may share a name
         problems = []
         for place, entry in enumerate(entries):
             try:
@@ -65,22 +39,21 @@ class Lineup:
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
         self.described: dict[str, dict[str, Any]] = {}
         self.draft_vocabularies: dict[str, TextTokens] = {}
-        for place, e in enumerate(entries):
-            row = {"lossless": self._unused[place].lossless, "stock": False, "entry": e.base, "grid": e.knobs or None}
-            row["method"] = e.drafter
-            trained, kept = trained_with(self._unused[place]), draft_vocabulary(self._unused[place])
-            self.described[e.name] = row | ({"trained": trained} if trained else {})
-            if kept is not None:
-                self.draft_vocabularies[e.name] = kept
+        self._rows = [drafter.max_batch for drafter in self._unused.values()]
+        for entry, drafter in zip(entries, self._unused.values(), strict=True):
+            row = {"lossless": drafter.lossless, "stock": False, "entry": entry.base, "grid": entry.knobs or None}
+            trained = trained_with(drafter)
+            self.described[entry.name] = row | {"method": entry.drafter} | ({"trained": trained} if trained else {})
+            if (vocabulary := draft_vocabulary(drafter)) is not None:
+                self.draft_vocabularies[entry.name] = vocabulary
         self.remembering = {e.name for place, e in enumerate(entries) if self._unused[place].remembers}
-        self._rows = [self._unused[place].max_batch for place in range(len(entries))]
 
     def fitting(self, temperature: float, batch: int) -> list[str]:
-        """The names of those that decode so many prompts together at a temperature."""
+        """Return the names of drafters that decode batches of this size, at a temperature."""
         return [e.name for n, e in self._at(temperature) if self._fits(n, batch)]
 
     def refusing(self, temperature: float, batch: int) -> dict[str, int]:
-        """The names of the others, and how many each can."""
+        """Return the names of the other drafters, with their largest batch."""
         return {e.name: self._rows[n] or 0 for n, e in self._at(temperature) if not self._fits(n, batch)}
 
     def _at(self, temperature: float) -> list[tuple[int, DrafterEntry]]:
@@ -92,13 +65,13 @@ class Lineup:
         return most is None or batch <= most
 
     def fresh(self, temperature: float, batch: int = 1) -> dict[str, Drafter]:
-        """``fitting`` drafters by their names in the report; none has seen a prompt."""
+        """Return the ``fitting`` drafters by name; none has seen a prompt."""
         wanted = [(n, e) for n, e in self._at(temperature) if self._fits(n, batch)]
         return {e.name: self._unused.pop(n) if n in self._unused else self._build(e) for n, e in wanted}
 
     def _build(self, entry: DrafterEntry) -> Drafter:
         known = drafter_class(entry.drafter).options.model_fields
-        options = {  # an unknown option is not worth a model's loading: the drafter refuses it
+        options = {  # for an unknown option no model is loaded; the drafter refuses it
             key: _with_draft_models(value, key, self._models.draft_model) if key in known else value
             for key, value in entry.options.items()
         }
@@ -106,7 +79,7 @@ class Lineup:
 
 
 def check_options(entries: list[DrafterEntry]) -> None:
-    """Raise ValueError where an entry has an option that its drafter does not know; before any model is loaded."""
+    """Raise ValueError for an option that its drafter does not have; before any model is loaded."""
     for entry in entries:
         kind = drafter_class(entry.drafter)
         learned = ("checkpoint", "revision", "adapter") if issubclass(kind, LearnedDrafter) else ()
@@ -119,7 +92,7 @@ def check_options(entries: list[DrafterEntry]) -> None:
 
 
 def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel]) -> Any:
-    """An option with loaded models in place of the paths under ``DRAFT_MODELS``, however deep; a list has its key."""
+    """Return an option with the paths under ``DRAFT_MODELS`` replaced by loaded models, at any depth."""
     if isinstance(value, str) and key in DRAFT_MODELS:
         return load(value)
     if isinstance(value, dict):
@@ -127,3 +100,30 @@ def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel])
     if isinstance(value, list):
         return [_with_draft_models(item, key, load) for item in value]
     return value
+
+
+def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
+    """Return the training records of its checkpoints; empty if it has none."""
+    found = []
+    for one in _within(drafter):
+        if isinstance(one, LearnedDrafter) and (training := one.provenance.get("training")):
+            told = {name: training[name] for name in KEPT if training.get(name) is not None}
+            found.append({"drafter": one.name, **told, "init_from": training.get("config", {}).get("init_from")})
+    return found
+
+
+def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
+    """Return the tokens of its pruned vocabulary before any text; None: all tokens."""
+    for one in _within(drafter):
+        for value in vars(one).values():
+            for head in value if isinstance(value, list) else [value]:
+                if isinstance(head, DraftHead) and (found := head.vocabulary()) is not None:
+                    return found
+    return None
+
+
+def _within(drafter: Drafter) -> Iterator[Drafter]:
+    yield drafter
+    for value in vars(drafter).values():
+        if isinstance(value, Drafter):
+            yield from _within(value)

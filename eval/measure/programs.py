@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run one by one in processes of their own: do they pass their tests?"""
+"""Run programs that a model wrote, each in a process of its own, to see whether they pass their tests."""
 
 import contextlib
 import functools
@@ -14,13 +14,13 @@ from pathlib import Path
 from eval.measure.judged_program import MEMORY, SECONDS
 
 CHILD = Path(__file__).with_name("judged_program.py")
-# Without root's rights, a network and sight of other processes; what it started ends with it.
+# No root rights, no network, no view of other processes; children end with it.
 NAMESPACES = ("unshare", "--user", "--net", "--pid", "--fork", "--kill-child")
 
 
 @functools.cache
 def namespaces() -> tuple[str, ...]:
-    """What starts a process without a network here; nothing where the system does not let us."""
+    """Return the command that starts a process without a network; empty if the system does not allow it."""
     if shutil.which(NAMESPACES[0]) is None:
         return ()
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -30,17 +30,19 @@ def namespaces() -> tuple[str, ...]:
 
 
 def confinement() -> str:
-    """How programs are held, for the report."""
-    network = "without a network" if namespaces() else "sockets refused in Python alone, for want of namespaces"
+    """Return how programs are confined, for the report."""
+    network = (
+        "without a network" if namespaces() else "sockets refused only in Python, because namespaces are not available"
+    )
     return f"in a process each, {network}, {SECONDS} s of CPU and {MEMORY >> 30} GiB of memory"
 
 
 @functools.lru_cache(maxsize=4096)
 def passes(program: str, seconds: int = SECONDS) -> bool:
-    """Whether the program, its tests included, runs to its end. Lossless methods write the same: each is run once.
+    """Return whether the program, with its tests, runs to its end; equal programs are run once.
 
     Args:
-        seconds: of the CPU; twice as many by the clock.
+        seconds: of CPU time; the wall-clock limit is twice as long.
     """
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="judged-") as folder:

@@ -1,6 +1,6 @@
-"""Decode the same prompts with every method, alternating, and keep what each did and how long it took.
+"""Decode the same prompts with every method, alternating, and keep each method's tokens, steps and times.
 
-No method's prefill, nor the first token, which the prefill gives, counts as decoding.
+Prefill, and the first token which it gives, never counts as decoding.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from drafters.common.energy import EnergyMeter, Reading
 from drafters.common.threads import fit_threads
 from drafters.loop.sampling import Sampling
 from drafters.loop.trace import Trace
-from drafters.policy.costs import prepare
+from eval.measure.expected import expected_of, prepare
 from eval.prompts.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class MeasurementError(Failure):
-    """A method failed on a prompt. Nothing is reused in its place."""
+    """A method failed on a prompt; no figure replaces the missing one."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How every method decodes: at most ``max_new_tokens`` a prompt, cut at the first token of ``eos``."""
+    """How every method decodes: at most ``max_new_tokens`` per prompt, up to the first token in ``eos``."""
 
     max_new_tokens: int
     top_k: int = 0
@@ -44,17 +44,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method made of one prompt, or of a batch of them.
+    """The output of a method for one prompt, or for a batch of prompts.
 
     Attributes:
-        tokens: new ones; of a batch, each prompt's after those of the prompt before.
-        prefill_seconds: until the first new tokens came out. decode_seconds: from there to the end.
-        trace: None for stock generate, which tells no steps.
-        first_tokens: how many the prefill gave: one a prompt, but assisted generation drafts before its first forward
-            and may give several at once.
-        promised: of its steps, by a drafter that shapes its drafts by itself.
-        failure: of another engine, why there is no output; the row has no figures then, and the others go on.
-        lengths: of a batch, each prompt's new tokens; empty where there is one prompt.
+        tokens: new tokens; of a batch, those of all prompts in order.
+        prefill_seconds: until the first new tokens. decode_seconds: from there to the end.
+        trace: None for stock generate, which reports no steps.
+        first_tokens: tokens that the prefill gave: one per prompt, but assisted generation drafts before its first
+            forward and may give several.
+        expected: what a drafter that chooses options itself expected of these steps.
+        failure: why there is no output; the row then has no figures.
+        lengths: of a batch, each prompt's number of new tokens; empty for one prompt.
     """
 
     tokens: list[int]
@@ -62,13 +62,13 @@ class Outcome:
     decode_seconds: float
     trace: Trace | None = None
     first_tokens: int = 1
-    promised: Expected | None = None
+    expected: Expected | None = None
     failure: str | None = None
     lengths: tuple[int, ...] = ()
 
     @property
     def batch(self) -> int:
-        """Prompts that were decoded together."""
+        """The number of prompts that were decoded together."""
         return len(self.lengths) or 1
 
     def rows(self) -> list[list[int]]:
@@ -79,12 +79,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Outcome):
-    """One prompt, or one batch of them, decoded once by one method.
+    """One prompt, or one batch of prompts, decoded once by one method.
 
     Attributes:
-        prompt: its index; of a batch, that of its first prompt. The others follow it.
-        energy_joules, host_energy_joules: of the whole call, the device's and, beside a GPU, the CPU's; None where they
-            are not available.
+        prompt: its index; of a batch, the index of its first prompt, the others follow.
+        energy_joules, host_energy_joules: of the whole call, for the device and, beside a GPU, for the CPU; None if
+            not available.
     """
 
     method: str
@@ -102,17 +102,16 @@ class Run(Outcome):
 
     @property
     def seconds_per_token(self) -> float:
-        """Decoding alone."""
+        """Seconds per decoded token, without prefill."""
         return self.decode_seconds / max(self.decoded_tokens, 1)
 
     def outputs(self) -> list["Run"]:
-        """What each prompt came to: its own tokens and steps. Of a batch's times and joules none is a prompt's own."""
+        """Return each prompt's own tokens and steps; of a batch without times and joules, which belong to all."""
         if not self.lengths:
             return [self]
-        bare = replace(
-            self, prefill_seconds=0.0, decode_seconds=0.0, wall_seconds=0.0, energy_joules=None,
-            host_energy_joules=None, first_tokens=1, lengths=(),
-        )  # fmt: skip
+        shared: dict[str, Any] = dict.fromkeys(("prefill_seconds", "decode_seconds", "wall_seconds"), 0.0)
+        shared |= {"energy_joules": None, "host_energy_joules": None}
+        bare = replace(self, **shared, first_tokens=1, lengths=())
         found = []
         for row, tokens in enumerate(self.rows()):
             trace = Trace([step for step in self.trace.steps if step.row == row]) if self.trace else None
@@ -120,7 +119,7 @@ class Run(Outcome):
         return found
 
 
-# Of the ids of one prompt or of a batch of them, a seed, and how many new tokens each may have at most.
+# Arguments: ids of one prompt or of a batch of prompts, a seed, and the largest number of new tokens of each.
 Method = Callable[[list[list[int]], int, int], Outcome]
 
 
@@ -139,25 +138,23 @@ def measure(
     numbers: Sequence[int] | None = None,
     needed: Callable[[str], bool] = lambda method: True,
 ) -> Iterator[Run]:
-    """Run every method on every prompt, ``rounds`` times at each temperature; yields each run as soon as it is done.
+    """Run every method on every prompt, ``rounds`` times at each temperature; yield each run when it is done.
 
     Args:
-        build: the methods of a temperature and a batch size by label. Called for every round, when those before are
-            released, so that a method that remembers has never seen the prompts it is measured on.
-        warmup: decoded first by every method of a round; not measured. Those that fill the last batch come again.
-        on_run: called before each run with its method's label.
-        meter: of the energy; None measures none.
-        done: what was measured of this before a kill, whole prompts from the first on, and is not measured again.
-        remembering: methods that carry something from prompt to prompt. In a round that goes on, they decode the
-            prompts before once more, unmeasured, so that each comes to its next prompt as if nothing had happened.
-        batches: sizes, each of which every round goes through: so many prompts are decoded together, the next so many
-            after them. Each must divide the number of prompts.
-        numbers: of the prompts, where they are a share of more; None: 0, 1, 2, ...
-        needed: whether nothing can be said without a method. Of another that fails, or breaks a rule of counting, that
-            is the outcome from then on: it is not run any more, and the others go on.
+        build: the methods of a temperature and a batch size, by label. Called for every round after the previous
+            methods are freed, so that a method that remembers prompts starts without them.
+        warmup: decoded first by every method of a round, unmeasured; repeated to fill the last batch.
+        on_run: called with the method's label before each run.
+        meter: measures energy; None: no measurement.
+        done: runs of an earlier start, complete prompts from the first on; not measured again.
+        remembering: methods that remember earlier prompts. In a resumed round they decode the earlier prompts again,
+            unmeasured, so that they have the same memory as in an uninterrupted round.
+        batches: batch sizes; every round goes through all. Each must divide the number of prompts.
+        numbers: indices of the prompts, if they are a share of more; None: 0, 1, 2, ...
+        needed: whether the report needs a method. Any other method that fails is not run again, and the rest continue.
 
     Raises:
-        MeasurementError: a method that is needed failed; names the method and the prompt.
+        MeasurementError: a needed method failed; names the method and the prompt.
     """
     placed = range(len(prompts)) if numbers is None else numbers
     failed = {(run.temperature, run.batch, run.method): run.failure for run in done if run.failure is not None}
@@ -168,25 +165,25 @@ def measure(
             continue
         methods = build(temperature, batch)
         run = functools.partial(_run, methods, limits, temperature, number, on_run, meter, failed, needed)
-        # Warm-up: kernels are chosen, memory pools grow.
+        # Warm up: kernels are chosen, memory pools grow.
         for index, some in enumerate(in_batches(warmup, batch)):
             for method in methods:
                 run(method, some, -1 - index)
+        # Restore the memory of methods in a resumed round.
         together = in_batches(prompts, batch)
-        # Of an interrupted round: what a method remembers of the prompts before.
         for index, some in enumerate(together[:before]):
             for method in methods:
                 if method in remembering:
                     run(method, some, placed[index * batch])
-        # The measurement: on each prompt every method, in an order that changes.
+        # Measure: every method on each prompt, in a changing order.
         for index, some in enumerate(together[before:], start=before):
             for method in method_order(list(methods), index, limits.seed + number):
                 yield run(method, some, placed[index * batch])
-        del methods, run  # the round's drafters, before the next round's are built
+        del methods, run  # free this round's drafters before the next ones are built
 
 
 def in_batches(prompts: list[Prompt], batch: int) -> list[list[Prompt]]:
-    """``batch`` after ``batch`` of them; the first ones again where the last batch would not be full."""
+    """Return the prompts in batches; the first ones fill the last batch."""
     count = -(-len(prompts) // batch)
     filled = list(itertools.islice(itertools.cycle(prompts), count * batch))
     return [filled[start : start + batch] for start in range(0, len(filled), batch)]
@@ -207,15 +204,16 @@ def _run(
 ) -> Run:
     key = temperature, len(prompts), method
     place: dict[str, Any] = {"method": method, "temperature": temperature, "round": number, "prompt": index}
+    lengths = (0,) * len(prompts) if len(prompts) > 1 else ()
     if key in failed:
-        return _failure(failed[key], len(prompts), place)
+        return Run([], 0.0, 0.0, failure=failed[key], lengths=lengths, wall_seconds=0.0, **place)
     on_run(method)
     fit_threads()
     most = min(prompt.max_new_tokens or limits.max_new_tokens for prompt in prompts)
     try:
         with meter.measure() if meter else contextlib.nullcontext(Reading()) as joules:
             start = time.perf_counter()
-            # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
+            # The seed depends on the prompt only: all methods draw the same numbers, and rounds repeat each other.
             made = methods[method]([prompt.ids for prompt in prompts], limits.seed + index, most)
             wall = time.perf_counter() - start
         if made.failure is None:
@@ -228,28 +226,23 @@ def _run(
                 f"{method} failed at temperature {temperature:g} on prompt {told}: {reason}"
             ) from error
         failed[key] = f"{'in the warm-up, ' if index < 0 else ''}{reason}{_where(error)}"
-        return _failure(failed[key], len(prompts), place)
+        return Run([], 0.0, 0.0, failure=failed[key], lengths=lengths, wall_seconds=0.0, **place)
     place |= {"energy_joules": joules.device, "host_energy_joules": joules.host}
     return Run(**vars(made), **place, wall_seconds=wall)
 
 
-def _failure(reason: str, batch: int, place: dict[str, Any]) -> Run:
-    """No output of a prompt, or of a batch of them."""
-    return Run([], 0.0, 0.0, failure=reason, lengths=(0,) * batch if batch > 1 else (), wall_seconds=0.0, **place)
-
-
 def _where(error: BaseException) -> str:
-    """The line of this project that raised it, or that called what did."""
+    """Return the innermost line of this project in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
     return f" ({Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno})" if own else ""
 
 
 def method_order(methods: list[str], index: int, seed: int) -> list[str]:
-    """The order of methods on prompt ``index``: shuffled once per ``len(methods)`` prompts and rotated in between.
+    """Return the order of methods on prompt ``index``: shuffled every ``len(methods)`` prompts, rotated in between.
 
-    Within such a block every method stands once in every place, so that none always runs first, when the caches are
-    cold; between blocks it changes who runs before whom.
+    Within such a block every method has every place once, so that none is always first, when caches are cold; between
+    blocks the neighbours change.
     """
     block, shift = divmod(index, len(methods))
     order = random.Random(f"{seed}/{block}").sample(methods, len(methods))
@@ -259,52 +252,49 @@ def method_order(methods: list[str], index: int, seed: int) -> list[str]:
 def drafter_method(
     target: TargetModel, drafter: Drafter, temperature: float, limits: Limits, longest: int = 0
 ) -> Method:
-    """Decode in the shared loop; a batch until the last of its prompts has ended.
+    """Return the method that decodes in our loop; a batch until its last prompt has ended.
 
     Args:
-        longest: tokens of the longest prompt that will come, for which all is prepared before the first.
+        longest: tokens of the longest prompt; costs are measured for this length before the first prompt.
     """
-    sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
+    sampled: dict[str, Any] = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
 
     def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         text = max(longest, *map(len, prompts)) + limits.max_new_tokens
-        prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)  # type: ignore[arg-type]
-        before = drafter.policy.expected() if drafter.policy else None
+        prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)
+        before = expected_of(drafter)
+        ends = sorted(limits.eos)
         result = generate(
             target,
             drafter,
             prompts,
             max_new_tokens=most,
             temperature=temperature,
-            eos_token_id=sorted(limits.eos),
+            eos_token_id=ends,
             seed=seed,
-            **sampled,  # type: ignore[arg-type]
+            **sampled,
         )
         rows = zip(result.tokens.tolist(), result.lengths, strict=True)
         tokens, lengths = joined([row[:length] for row, length in rows])
         trace, decoded = result.trace, len(tokens) - len(prompts)
         if trace.decoded_tokens != decoded:
             raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {decoded}")
-        promised = drafter.policy.expected() if drafter.policy else None
-        if promised is not None and before is not None:  # only this prompt's steps
-            steps, made, plain = (now - then for now, then in zip(promised[:3], before[:3], strict=True))
-            promised = Expected(steps, made, plain, promised.choice)
         seconds = trace.prefill_seconds, trace.decode_seconds
-        return Outcome(tokens, *seconds, trace, len(prompts), promised=promised, lengths=lengths)
+        return Outcome(tokens, *seconds, trace, len(prompts), expected_of(drafter, before), lengths=lengths)
 
     return decode
 
 
 def joined(rows: list[list[int]]) -> tuple[list[int], tuple[int, ...]]:
-    """The ``tokens`` and ``lengths`` of an outcome."""
+    """Return the ``tokens`` and ``lengths`` of an outcome."""
     return list(itertools.chain(*rows)), tuple(map(len, rows)) if len(rows) > 1 else ()
 
 
 def check_tokens(made: Outcome, limits: Limits) -> None:
-    """Every method is counted alike, whatever its own code believes; raises ValueError where its output breaks that."""
+    """Raise ValueError if an output breaks the rules of counting, which are the same for all methods."""
     for tokens in made.rows():
         if not 1 <= len(tokens) <= limits.max_new_tokens:
-            raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
+            raise ValueError(f"{len(tokens)} new tokens, expected 1 to {limits.max_new_tokens}")
         if any(token in limits.eos for token in tokens[:-1]):
             raise ValueError(f"tokens after EOS are counted: {tokens}")
     if not made.batch <= made.first_tokens <= len(made.tokens):

@@ -1,6 +1,6 @@
-"""transformers' own ``generate``, plain and accelerated, by the same counts as the loop.
+"""transformers' own ``generate``, plain and accelerated, counted in the same way as our loop.
 
-A streamer notes when the first new tokens come out, so that the prefill is taken apart just as the loop takes its own.
+A streamer notes the time of the first new tokens, so that prefill is separate as in our loop.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from drafters import TargetModel
 from drafters.loop.state import until
-from eval.measure.entries import StockEntry
+from eval.entries import StockEntry
 from eval.measure.runner import Limits, Method, Outcome, joined
 
 
@@ -27,13 +27,12 @@ def stock_method(
 ) -> Method:
     """Decode with transformers' own ``generate``: greedily, or sampling with the same temperature, top-k and top-p.
 
-    Its settings are the limits' and no others. A model's own generation config may hold more, a repetition penalty
-    say, which changes the output and costs time; the loop does nothing of the kind. Sampled tokens come from PyTorch's
-    global generator, so they are others than the loop's, from the same distribution. A batch is filled on the left, as
-    ``generate`` wants it; accelerated, it takes one prompt alone.
+    Uses only the settings in ``limits``: a model's own generation config may have more, for example a repetition
+    penalty, which changes the output and costs time. Sampled tokens come from PyTorch's global generator: other tokens
+    than in our loop, from the same distribution. Batches are padded on the left.
 
     Args:
-        entry: how it is accelerated; None: not at all.
+        entry: how it is accelerated; None: not accelerated.
         assistant: the loaded ``entry.assistant_model``.
     """
     assisted = {"assistant_model": assistant.model} if assistant is not None else {}
@@ -56,9 +55,9 @@ def stock_method(
                 streamer=streamer,
                 **assisted,
             )
-            rows = output[:, width:].tolist()  # waits for the device
+            rows = output[:, width:].tolist()  # synchronises
             end = time.perf_counter()
-        tokens, counts = joined([list(until(row, limits.eos)) for row in rows])  # behind EOS stands filling
+        tokens, counts = joined([list(until(row, limits.eos)) for row in rows])  # padding follows EOS
         times = streamer.first - start, end - streamer.first
         return Outcome(tokens, *times, first_tokens=streamer.first_tokens, lengths=counts)
 
@@ -79,11 +78,10 @@ def _settings(temperature: float, limits: Limits, entry: StockEntry | None) -> G
 
 
 def _drafting(tokens: int | None) -> GenerationConfig:
-    """What ``generate`` reads off the assistant's own config: how long a draft is.
+    """Return the assistant's generation config, which sets the length of drafts.
 
-    An explicit length is every draft's, as it is a drafter's gamma. transformers would else stop a draft where the
-    assistant is less sure than 0.4, a threshold that it may adapt as it goes; these defaults hold where no length is
-    given.
+    An explicit length holds for every draft. Otherwise transformers' defaults hold: a draft ends at a confidence below
+    0.4, a threshold that may adapt.
     """
     fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return GenerationConfig(**{} if tokens is None else {"num_assistant_tokens": tokens, **fixed})
@@ -91,7 +89,7 @@ def _drafting(tokens: int | None) -> GenerationConfig:
 
 @contextlib.contextmanager
 def _only(model: TargetModel | None, settings: GenerationConfig) -> Iterator[None]:
-    """``generate`` fills what a given config leaves open from the model's own: put the given one in its place."""
+    """Replace the model's own generation config, from which ``generate`` fills missing settings."""
     if model is None:
         yield
         return
@@ -104,10 +102,9 @@ def _only(model: TargetModel | None, settings: GenerationConfig) -> Iterator[Non
 
 
 class _Timestamps:
-    """A streamer that keeps the time of the first new tokens, and how many they were.
+    """A streamer that keeps the time and number of the first new tokens.
 
-    ``generate`` hands it the prompt, then on the host the tokens of each step: one, or, where it drafts, as many as the
-    target's forward gave, from the first step on.
+    ``generate`` calls it with the prompt, then with the tokens of each step: one, or several if it drafts.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The later turns of a conversation: each is asked after plain decoding's greedy answers to those before it.
+"""Later turns of a conversation: prompts with plain decoding's greedy answers to the earlier turns.
 
-Whatever a method itself answered, all are given the same prompts, and are compared on them one by one.
+All methods get the same prompts, independent of their own answers.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from drafters.common.files import naming
 from eval.measure.identity import digest
@@ -18,26 +18,26 @@ from eval.prompts.prompts import Prompt, PromptSet, render
 
 ANSWERS = "turns.jsonl"
 
-Answer = Callable[[Prompt], list[int]]  # a prompt's answer, in tokens
+Answer = Callable[[Prompt], list[int]]  # returns the tokens of a prompt's answer
 
 
 def with_later_turns(
     prompts: PromptSet, tokenizer: Any, answer: Answer, longest: Callable[[Prompt], int], kept: Path, target: list[str]
 ) -> PromptSet:
-    """Put after every prompt that has them its later turns; those that are too long are counted as skipped.
+    """Add the later turns after every prompt that has them; turns that are too long are counted as skipped.
 
     Args:
-        answer: by plain decoding of the target. longest: how many tokens a prompt may have.
-        kept: file of the answers, each of which is made once: a run that goes on has the same prompts, and so have
-            several processes, of which one makes them while the others wait.
-        target: what tells it from others, whose answers are not taken.
+        answer: plain decoding of the target. longest: largest number of tokens of a prompt.
+        kept: file of the answers, each made once, so that a resumed run has the same prompts. Of several processes one
+            makes the answers while the others wait.
+        target: identifies the target; answers of others are not used.
     """
     if not any(prompt.record is not None and prompt.record.later for prompt in prompts.measured):
         return prompts
     found, skipped = [], prompts.skipped.copy()
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.open("ab+") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: every process makes its own
+        with contextlib.suppress(OSError):  # a file system without locks: every process makes its own answers
             fcntl.flock(file, fcntl.LOCK_EX)
         lines = list(json_lines(file))
         file.truncate(lines[-1][0] if lines else 0)  # a kill may have left half a line
@@ -49,7 +49,9 @@ def with_later_turns(
                 key = digest([target, found[-1].ids, found[-1].max_new_tokens])
                 if key not in known:
                     known[key] = answer(found[-1])
-                    _append(file, kept, {"prompt": key, "tokens": known[key]})
+                    with naming(kept):
+                        file.write(json.dumps({"prompt": key, "tokens": known[key]}).encode() + b"\n")
+                        file.flush()
                 following = _after(found[-1], known[key], text, turn, tokenizer)
                 if len(following.ids) > longest(following):
                     skipped["too_long"] += len(later) - turn + 2
@@ -63,9 +65,3 @@ def _after(prompt: Prompt, answer: list[int], text: str, turn: int, tokenizer: A
     messages = [*prompt.question, {"role": "assistant", "content": told}, {"role": "user", "content": text}]
     first = prompt.id.removesuffix(f"/{prompt.turn}") if prompt.turn > 1 else prompt.id
     return replace(prompt, id=f"{first}/{turn}", ids=render(tokenizer, messages), question=messages, turn=turn)
-
-
-def _append(file: IO[bytes], path: Path, line: dict[str, Any]) -> None:
-    with naming(path):
-        file.write(json.dumps(line).encode() + b"\n")
-        file.flush()

@@ -1,4 +1,4 @@
-"""A drafter that is looked at while it decodes: of every token, what was known before it was drawn."""
+"""Record a drafter while it decodes: what was known before each token was drawn."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,17 +11,16 @@ from drafters.drafting.merged_tree import MergedTree
 from drafters.loop.acceptance import Rule, Verdict
 from drafters.loop.tree import ROOT, DraftTree
 
-PREFILL = -1  # no draft token was accepted before it, for there was no step
+PREFILL = -1  # for the token of the prefill, which has no step
 
 
 class Known(NamedTuple):
     """What was known before a token was drawn.
 
     Attributes:
-        accepted: draft tokens accepted before it in its own step; ``PREFILL`` of the one that the prefill gave.
-        before: draft tokens accepted in the step before; None in the first.
-        q: ``[V]`` what its draft was drawn from, or ones for the tokens drafted without drawing; None: nothing was
-            drafted for its place.
+        accepted: draft tokens accepted before it in its step; ``PREFILL`` for the prefill's token.
+        before: draft tokens accepted in the previous step; None in the first.
+        q: ``[V]`` distribution of its draft token, or ones at tokens drafted without sampling; None: no draft.
     """
 
     accepted: int
@@ -31,9 +30,9 @@ class Known(NamedTuple):
 
 @dataclass
 class Watched:
-    """Stands in for a drafter (whatever is not here is the drafter's) and keeps what its rule was given.
+    """Wraps a drafter and keeps the verdicts of its rule; other attributes are the drafter's.
 
-    What it keeps of a draft is the path that was accepted, so that memory suffices for real vocabularies.
+    Keeps distributions only along the accepted path, to save memory.
     """
 
     drafter: Drafter
@@ -43,7 +42,7 @@ class Watched:
         return getattr(self.drafter, name)
 
     def rule(self, sampling: Sampling) -> Rule:
-        """The drafter's own; every draft and verdict is seen."""
+        """Return the drafter's rule, with every draft and verdict recorded."""
         rule = self.drafter.rule(sampling)
 
         def watching(
@@ -58,17 +57,17 @@ class Watched:
         return watching
 
     def known(self, row: int) -> list[Known]:
-        """Of every new token of a batch row; to be asked when the row has ended, and what was cut off is known."""
+        """Return ``Known`` for every new token of a batch row; call it after the row has ended."""
         found, before = [Known(PREFILL, None, None)], None
         for verdict, after in self.seen:
-            path = verdict.rows[row]  # what the loop has kept of it
+            path = verdict.rows[row]  # the part that the loop kept
             found += [Known(accepted, before, q) for accepted, (_, q) in enumerate(zip(path, after[row], strict=False))]
             before = len(path) - 1
         return found
 
 
 class Distributions:
-    """From what the nodes of a draft were drawn; on the host, it is asked for a few of them."""
+    """The distributions that drew the nodes of a draft."""
 
     def __init__(self, draft: DraftTree, vocabulary: int) -> None:
         self.draft, self.vocabulary = draft, vocabulary
@@ -77,7 +76,7 @@ class Distributions:
         self.valid = draft.valid.tolist() if draft.valid is not None else None
 
     def after(self, row: int, node: int) -> Tensor | None:
-        """What the children of ``node`` (or of ``ROOT``) were drawn from, see ``Known.q``."""
+        """Return the distribution that drew the children of ``node`` (or of ``ROOT``), see ``Known.q``."""
         parents = self.parents[row]
         children = [n for n, parent in enumerate(parents) if parent == node and (not self.valid or self.valid[row][n])]
         if not children:
@@ -90,7 +89,7 @@ class Distributions:
         return torch.zeros(self.vocabulary, device=tokens.device).index_fill_(0, tokens, 1.0)
 
     def _rows(self, row: int, node: int, children: list[int]) -> list[int]:
-        """The rows of q of these children; none where they were not drawn."""
+        """Return the rows of q of these children; none if they were not sampled."""
         if isinstance(self.draft, MergedTree):
             place = {number: index for index, number in enumerate(self.draft.inner)}.get(node - ROOT)
             if place is None:

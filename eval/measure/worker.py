@@ -1,6 +1,6 @@
-"""An engine of another environment as a method: a process of that environment's Python, asked prompt by prompt.
+"""An engine of another environment as a method: a process of that environment's Python that answers prompt by prompt.
 
-The other end is ``eval.engine_workers``.
+``eval.engine_workers`` is the other end.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self
 
 from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
@@ -24,32 +23,28 @@ from eval.measure.runner import Limits, Method, Outcome, check_tokens
 
 
 class WorkerError(RuntimeError):
-    """The worker ended, went silent, or said what is wrong; the message has its own last words and the log's path."""
+    """The worker ended, was silent too long, or reported an error; the message has the last line of its log."""
 
 
 class WorkerCrash(WorkerError):
-    """A signal ended its process, of which the message begins with the name."""
+    """A signal ended the process; the message begins with its name."""
 
 
 class Worker:
-    """A running engine with its model loaded, as a context manager.
+    """A running engine with its model loaded, as a context manager; entering may raise WorkerError.
 
     Args:
-        python: of the engine's environment. module: the program that it runs. job: what the engine is to do.
-        log: where all that the engine prints goes. patience: seconds that it has for loading, and for an answer.
+        python: of the engine's environment. module: the program that it runs. job: model, method and limits.
+        log: file of all that the engine prints. patience: seconds for loading, and for each answer.
 
     Attributes:
-        facts: what the engine says it is. log: as given.
-
-    Raises (on entering):
-        WorkerError: there is no such Python, or the engine cannot be loaded there.
+        facts: the engine's description of itself.
     """
 
     def __init__(self, python: Path, module: str, job: dict[str, Any], log: Path, patience: float = 900.0) -> None:
         self._python, self._module, self._job, self.log, self._patience = python, module, job, log, patience
         self.facts: dict[str, Any] = {}
         self._failure: WorkerError | None = None
-        self._late = False
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
@@ -65,16 +60,14 @@ class Worker:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the process; it ends by itself where its input does."""
+        """End the process by closing its input."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):  # the process is gone, and a line to it was not sent
+                with contextlib.suppress(OSError):  # the process is gone
                     stream.close()
         try:
             self._process.wait(10)
@@ -83,12 +76,7 @@ class Worker:
             self._process.wait()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one line.
-
-        Raises:
-            WorkerError: there is none in time, or it is an error. The process is ended then, and whatever is asked
-                later has the same error.
-        """
+        """Send one line and return the answer; a WorkerError ends the process, and later calls raise it again."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -97,7 +85,7 @@ class Worker:
             raise self.give_up(error) from None
 
     def give_up(self, error: WorkerError) -> WorkerError:
-        """End the process, of which nothing can be expected any more; returns what every later question raises."""
+        """End the process; return the error that every later question raises."""
         self._failure = error
         self._kill()
         self.close()
@@ -106,7 +94,14 @@ class Worker:
     def _answer(self, question: str) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(self._patience, self._stop)
+        late = False
+
+        def stop() -> None:
+            nonlocal late
+            late = True
+            self._kill()
+
+        timer = threading.Timer(self._patience, stop)
         timer.start()
         try:
             self._process.stdin.write(question)
@@ -116,52 +111,47 @@ class Worker:
             answer = ""
         finally:
             timer.cancel()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = f"the end of {self.log}: {lines[-1].strip()}" if lines else f"{self.log} is empty"
         if not answer.endswith("\n"):
-            raise self._ended()
+            raise self._ended(late, last)
         try:
             found = json.loads(answer)
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {self._last_words()}")
+            raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {last}")
         if "error" in found:
             raise WorkerError(f"{' '.join(str(found['error']).split())} (see {self.log})")
         return found
 
-    def _stop(self) -> None:
-        self._late = True
-        self._kill()
-
     def _kill(self) -> None:
-        """End the process and all that it started: it leads a session of its own."""
+        """End the process and its children, which are in a session of their own."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _ended(self) -> WorkerError:
-        """What to say of a process that gave no answer."""
+    def _ended(self, late: bool, last: str) -> WorkerError:
+        """Return the error of a process that gave no answer."""
         try:
             status = self._process.wait(10)
         except subprocess.TimeoutExpired:
-            status = None  # it closed its output and lives on
-        if self._late:
-            said = f"no answer of the engine's within {self._patience:g} seconds, and its process was ended"
-        elif status is not None and status < 0:
+            status = None  # it closed its output and still runs
+        if late:
+            return WorkerError(
+                f"no answer from the engine in {self._patience:g} seconds, so its process was ended; {last}"
+            )
+        if status is not None and status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            return WorkerCrash(f"{name} ended the engine's process; {self._last_words()}")
-        else:
-            said = f"the engine's process ended without an answer{'' if status is None else f' (status {status})'}"
-        return WorkerError(f"{said}; {self._last_words()}")
-
-    def _last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"the end of {self.log}: {lines[-1].strip()}" if lines else f"{self.log} is empty"
+            return WorkerCrash(f"{name} ended the engine's process; {last}")
+        shown = "" if status is None else f" (status {status})"
+        return WorkerError(f"the engine's process ended without an answer{shown}; {last}")
 
 
 Seconds = Annotated[NonNegativeFloat, AllowInfNan(False)]
 
 
 class Answer(Config):
-    """A worker's answer to a prompt: ``eval.engine_workers.protocol`` has what it means."""
+    """A worker's answer to a prompt, see ``eval.engine_workers.protocol``."""
 
     tokens: list[NonNegativeInt]
     prefill_seconds: Seconds
@@ -172,7 +162,7 @@ class Answer(Config):
 
 
 def worker_method(worker: Worker, temperature: float, limits: Limits, vocabulary: int) -> Method:
-    """Decode in the worker's engine. Whatever goes wrong there is the outcome's ``failure``: others go on.
+    """Return the method that decodes in the worker's engine; its errors become ``failure``, so that others continue.
 
     Args:
         vocabulary: number of the target's tokens.
@@ -195,7 +185,7 @@ def worker_method(worker: Worker, temperature: float, limits: Limits, vocabulary
 
 
 def question(ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """A prompt, as ``eval.engine_workers.protocol`` has it."""
+    """Return a prompt in the form of ``eval.engine_workers.protocol``."""
     return {"ids": ids, "seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
 
 
@@ -207,28 +197,25 @@ def _outcome(made: Answer, vocabulary: int) -> Outcome:
         return Outcome(made.tokens, *times)
     if sum(made.commits) != len(made.tokens):
         raise ValueError(f"the engine's steps gave {sum(made.commits)} tokens, its output has {len(made.tokens)}")
-    known = made.drafted is not None and made.accepted is not None
-    steps = steps_of(made.commits[1:], made.drafted or [], made.accepted or []) if known else None
-    trace = None if steps is None else Trace(steps, prefill_seconds=times[0])
+    trace = None
+    if made.drafted is not None and made.accepted is not None:
+        trace = Trace(steps_of(made.commits[1:], made.drafted, made.accepted), prefill_seconds=times[0])
     return Outcome(made.tokens, *times, trace, first_tokens=(made.commits or [0])[0])
 
 
 def steps_of(commits: list[int], drafted: list[int], accepted: list[int]) -> list[Step]:
-    """An engine's steps, from what each committed and what each verification drafted and accepted.
+    """Return an engine's steps, from the tokens each committed and the drafts of its verifications.
 
-    A step without a draft commits one token and tells of no verification. Which of several that commit one had a draft
-    that failed, and which had none, changes no figure; the first is taken to be the one with it.
-
-    Raises:
-        ValueError: the two do not fit.
+    A step without a draft commits one token and has no verification. Among steps that commit one token, the first ones
+    get the rejected drafts; the assignment changes no figure.
     """
     verified = list(zip(drafted, accepted, strict=True))
     steps = []
     for number, committed in enumerate(commits):
-        last = number == len(commits) - 1  # which EOS or the limit may have cut
+        last = number == len(commits) - 1  # EOS or the limit may have cut it
         fits = bool(verified) and (committed == verified[0][1] + 1 or (last and committed <= verified[0][1]))
         if not fits and committed > 1:
-            raise ValueError(f"step {number} gave {committed} tokens, and no verification accepted so many")
+            raise ValueError(f"step {number} gave {committed} tokens, more than its verification accepted")
         depth, kept = verified.pop(0) if fits else (0, 0)
         steps.append(Step(0, depth, depth, kept, committed))
     if verified:

@@ -1,4 +1,4 @@
-"""Prompts of a wanted length: dialogues stand before the question, as earlier turns of the same conversation."""
+"""Make prompts of a wanted length: put dialogues before the question, as earlier turns of one conversation."""
 
 import random
 from collections import deque
@@ -10,28 +10,28 @@ from data_prep.dialogues.messages import Message, uses_tools
 from data_prep.dialogues.reader import ReadCounts, read_dialogues
 from eval.prompts.files import detect_format
 
-MISFITS = 100  # dialogues in a row that are too long for what is left, after which it is left
-NEAR = 0.8  # of the wanted length is enough
+MISFITS = 100  # stop filling after this many dialogues that do not fit the remaining length
+NEAR = 0.8  # accepted share of the wanted length
 
 Render = Callable[[list[Message]], list[int]]
 
 
 def check_context_files(files: list[Path]) -> None:
-    """Raise ValueError for a file whose questions have no answers."""
+    """Raise ValueError if a file has no dialogues."""
     for file in files:
         if (format_ := detect_format(file)) != "sharegpt":
             raise ValueError(
-                f"{file} is in {format_}'s format, without dialogues to put before a question; give ShareGPT ones as "
-                "context_file, or leave context_tokens out"
+                f"{file} has {format_}'s format, without dialogues to put before a question; give ShareGPT dialogues "
+                "as context_file, or remove context_tokens"
             )
 
 
 class Earlier:
-    """Dialogues that come before questions; none twice in a prompt, and in no second prompt before all were in one.
+    """Dialogues to put before questions; a dialogue is reused only after all others were used.
 
     Args:
-        files: of dialogues in ShareGPT form. asked: questions whose own dialogues are left out, with their answers.
-        render: messages to token ids, ending where the answer begins. wanted: tokens of a prompt. seed: of the order.
+        files: ShareGPT dialogues. asked: questions whose own dialogues are excluded.
+        render: messages to token ids, up to the answer. wanted: tokens of a prompt. seed: of the order.
     """
 
     def __init__(self, files: list[Path], asked: set[str], render: Render, wanted: int, seed: int) -> None:
@@ -46,13 +46,10 @@ class Earlier:
         self._waiting = deque(left)
 
     def before(self, question: list[Message]) -> list[int]:
-        """The prompt, of at most the wanted length and nearly that.
+        """Return the prompt's ids, at most the wanted length and nearly that.
 
         Args:
-            question: messages, the last of them the user's.
-
-        Raises:
-            ValueError: there are too few dialogues, or too few that are short enough.
+            question: messages; the last is the user's.
         """
         own = len(self._render(question))
         room = self._wanted - own
@@ -74,17 +71,17 @@ class Earlier:
             ids = self._render(_placed(chosen, question))
         if len(ids) < NEAR * self._wanted:
             raise ValueError(
-                f"context_tokens is {self._wanted:,}, but of the dialogues of {self._shown} no more than {len(ids):,} "
-                "could be put together; give a context_file with more or shorter ones, or fewer context_tokens"
+                f"context_tokens is {self._wanted:,}, but the dialogues of {self._shown} fill only {len(ids):,}; give "
+                "a context_file with more or shorter dialogues, or smaller context_tokens"
             )
         return ids
 
 
 def _turns(messages: Sequence[Message]) -> list[Message]:
-    """The user's and the assistant's: a conversation has one system message, which the question may bring."""
+    """Return the turns without the system message: a conversation has one, which the question may contain."""
     return [message for message in messages if message["role"] != "system"]
 
 
 def _placed(dialogues: list[list[Message]], question: list[Message]) -> list[Message]:
-    """Before the user's question, after the system message if it has one."""
+    """Put the dialogues before the user's question and after its system message."""
     return [*question[:-1], *chain(*dialogues), question[-1]]

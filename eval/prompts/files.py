@@ -1,4 +1,4 @@
-"""Prompt files of several published formats, told apart by their content, to what stands before the first answer."""
+"""Read prompt files of several published formats, detected by content, up to the first answer."""
 
 import hashlib
 from collections import Counter
@@ -13,7 +13,7 @@ from data_prep.dialogues.reader import TURN_KEYS, ReadCounts, read_dialogues
 from drafters.common.wording import shortened
 
 Format = Literal["sharegpt", "spec-bench", "gsm8k", "humaneval"]
-# Formats of questions without a dialogue, by the key that has the question; MT-bench and SPEED-Bench have Spec-Bench's.
+# Formats of single questions by the question's key; MT-bench and SPEED-Bench use Spec-Bench's.
 QUESTION_KEYS: dict[str, Format] = {"turns": "spec-bench", "question": "gsm8k", "prompt": "humaneval"}
 ID_KEYS = ("question_id", "task_id", "id")
 KNOWN = "held-out ShareGPT dialogues or questions in Spec-Bench's, MT-bench's, GSM8K's or HumanEval's format"
@@ -21,18 +21,18 @@ FORMS = (
     '{"turns": ["..."]} (Spec-Bench, MT-bench, SPEED-Bench), {"question": "..."} (GSM8K), {"prompt": "..."} '
     '(HumanEval) or ShareGPT\'s {"conversations": [{"from": "human", "value": "..."}, ...]}'
 )
-# What the published SPEED-Bench has for prompts that it may not redistribute; its prepare_data.py fills them in.
+# In the published SPEED-Bench, instead of prompts that it may not redistribute; its prepare_data.py fills them in.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 
 @dataclass(frozen=True)
 class Record:
-    """A question as its file has it.
+    """A question as read from its file.
 
     Attributes:
-        messages: what stands before the first answer. later: the user's turns after that.
-        fields: all of the record, by which an answer is judged.
-        suite: where it comes from, if that is a suite. metric: how that judges an answer, if it does.
+        messages: messages before the first answer. later: the user's turns after it.
+        fields: the whole record, which judges an answer.
+        suite: the suite it comes from, if any. metric: how that suite judges the answer, if it does.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Record:
 
 
 def check_prompt_file(file: Path) -> None:
-    """Raise ValueError where there is no such file."""
+    """Raise ValueError if there is no such file."""
     if not file.is_file():
         make = f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it"
         raise ValueError(
@@ -55,15 +55,15 @@ def check_prompt_file(file: Path) -> None:
 
 
 def files_sha256(files: list[Path]) -> str:
-    """SHA-256 of the files' bytes, one file after the other, in hex."""
+    """Return the SHA-256 of all files' bytes in order, in hex."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def detect_format(file: Path) -> Format:
-    """By the first record with turns or a question; where none has them, it is read (and checked) as ShareGPT."""
+    """Detect the format by the first record with turns or a question; without one, ShareGPT."""
     for _, record in read_records(file):
         if isinstance(record, dict):
-            if first_value(record, TURN_KEYS):  # also beside a question
+            if first_value(record, TURN_KEYS):  # also if there is a question
                 return "sharegpt"
             if key := question_key(record):
                 return QUESTION_KEYS[key]
@@ -71,21 +71,17 @@ def detect_format(file: Path) -> Format:
 
 
 def question_key(record: dict[str, Any]) -> str | None:
-    """The key that has a record's question, in the published formats."""
+    """Return the key of a record's question in the published formats."""
     return next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
 
 
 def first_record(records: Iterable[tuple[int, Any]]) -> dict[str, Any]:
-    """The first that is a JSON object; an empty one if none is."""
+    """Return the first JSON object, or an empty one."""
     return next((record for _, record in records if isinstance(record, dict)), {})
 
 
 def read_prompts(file: Path, format_: Format, skipped: Counter[str]) -> Iterator[Record]:
-    """What stands before the first answer: of a dialogue, or a question alone. ``skipped`` counts the others.
-
-    Raises:
-        ValueError: no record has the fields of any known format; the message has the first.
-    """
+    """Yield the dialogues up to their first answers, or the questions; ``skipped`` counts unusable records."""
     if format_ == "sharegpt":
         return _sharegpt(file, skipped)
     return questions(read_records(file), next(key for key, each in QUESTION_KEYS.items() if each == format_), skipped)
@@ -103,8 +99,8 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
         if counts.kept or not first or first_value(first, TURN_KEYS) is not None:
             raise
         raise ValueError(
-            f"{file} has fields of no known format; its first record is {shortened(first, 60)}, expected is {FORMS}; "
-            "a suite tells which of other fields has the prompt (docs/measuring.md)"
+            f"{file} has fields of no known format; the first record is {shortened(first, 60)}, expected {FORMS}; "
+            "for other fields, write a suite (docs/measuring.md)"
         ) from None
     skipped.update(counts.dropped)
 
@@ -112,7 +108,7 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
 def questions(
     records: Iterable[tuple[int, Any]], key: str, skipped: Counter[str], id_: str | None = None
 ) -> Iterator[Record]:
-    """Questions under ``key``: a text, or a list with the user's turns, of which the first is the question."""
+    """Yield the questions under ``key``: a text, or a list of the user's turns whose first item is the question."""
     for number, record in records:
         if isinstance(record, Unreadable):
             skipped[record.reason] += 1
@@ -133,7 +129,7 @@ def questions(
 
 
 def asked(record: dict[str, Any], turns: list[str], number: int, id_: str | None = None) -> Record:
-    """The record of these user's turns; its id and categories are under the keys that the published formats use."""
+    """Return the record of these user turns, with the id and categories under the published formats' keys."""
     named = next((record[name] for name in (id_, *ID_KEYS) if name is not None and record.get(name) is not None), None)
     kinds = (record.get(name) for name in ("category", "sub_category"))
     category, sub_category = (str(kind) if kind not in (None, "") else None for kind in kinds)

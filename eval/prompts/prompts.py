@@ -1,111 +1,22 @@
-"""Prompt files to token ids, with the chat template: which prompts a run decodes, how long they are, in which order."""
+"""Prompt files to token ids, with the chat template: which prompts a run decodes, how long and in which order."""
 
-import functools
 import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Self
-
-from pydantic import Field, model_validator
+from functools import partial
+from typing import Any
 
 from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import REFUSALS, for_template
-from drafters.config import Amount, Config, Length, Seed
-from eval.prompts.context import Earlier, check_context_files
-from eval.prompts.files import KNOWN, Format, Record, check_prompt_file, detect_format, files_sha256, read_prompts
-from eval.prompts.suites import WARM_UP, check_suite, load_suite, local_files, read_suite, source, suite_name
+from eval.prompts.config import PromptsConfig, check_prompt_files, shown_sizes
+from eval.prompts.context import Earlier
+from eval.prompts.files import Format, Record, detect_format, files_sha256, read_prompts
+from eval.prompts.suites import WARM_UP, load_suite, read_suite, suite_name
 
-SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the whole text's
-
-
-class PromptsConfig(Config):
-    """Which prompts to decode, and in which order."""
-
-    file: Path | list[Path] | None = Field(
-        None,
-        description=f"{KNOWN}; of several files, the name without its ending is the category of the prompts that have "
-        "none",
-    )
-    suite: str | list[str] | None = Field(
-        None, description="in place of file: names of configs/suites, or YAML files; of several each is a category"
-    )
-    data: Path = Field(Path("data"), description="folder in which suites look for their files")
-    run_code: bool = Field(False, description="run the programs that the model writes, where a suite judges by that")
-    count: Amount | None = Field(None, ge=1, description="prompts measured; None takes all that can be used")
-    categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: of any and none")
-    per_category: Amount | None = Field(None, ge=1, description="prompts measured of every category, in place of count")
-    consecutive: Amount | None = Field(
-        None, ge=1, description="this many of one category in a row, then of the next, and round again; None: shuffled"
-    )
-    seed: Seed = Field(0, description="of the draw of prompts from the file, and of their order")
-    max_prompt_tokens: Length | None = Field(None, ge=1, description="longer prompts are skipped and counted")
-    context_tokens: Length | None = Field(
-        None, ge=1, description="prompts of that many, or a little less: dialogues come first, as earlier turns"
-    )
-    context_file: Path | None = Field(
-        None, description="ShareGPT dialogues for that; None: those of file of which no question is drawn"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.count is not None and self.per_category is not None:
-            raise ValueError(f"count is {self.count} and per_category {self.per_category}: give one of the two")
-        for key, values in (("file", self.files), ("suite", self.suites), ("categories", self.categories or [])):
-            if len(set(values)) < len(values):
-                raise ValueError(f"{key}: each must be given once, found {[str(value) for value in values]}")
-        if bool(self.files) == bool(self.suites):
-            raise ValueError(
-                f"file is {self.file} and suite {self.suite}: give one of the two (--suite NAME leaves out file)"
-            )
-        if self.suites and self.context_tokens is not None and self.context_file is None:
-            raise ValueError("context_tokens takes dialogues, and a suite has none: give a context_file of them")
-        if self.context_file is not None and self.context_tokens is None:
-            raise ValueError(
-                f"context_file is {self.context_file}, but how long prompts should be is not said: give context_tokens"
-            )
-        return self
-
-    @property
-    def files(self) -> list[Path]:
-        """The prompt files, of which there may be one."""
-        if self.file is None:
-            return []
-        return self.file if isinstance(self.file, list) else [self.file]
-
-    @property
-    def suites(self) -> list[str]:
-        """The suites, of which there may be one."""
-        if self.suite is None:
-            return []
-        return self.suite if isinstance(self.suite, list) else [self.suite]
-
-    @property
-    def context_files(self) -> list[Path]:
-        """Where earlier turns come from, if there are any."""
-        if self.context_tokens is None:
-            return []
-        return self.files if self.context_file is None else [self.context_file]
-
-    @property
-    def read_files(self) -> list[Path]:
-        """All files of this machine that are read."""
-        of_suites = [file for name in self.suites for file in local_files(name, self.data)]
-        return list(dict.fromkeys([*self.files, *of_suites, *self.context_files]))
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt, as far as it is said."""
-        return self.context_tokens or self.max_prompt_tokens or 0
-
-    @property
-    def shown_files(self) -> str:
-        """Their names, for messages and reports."""
-        of_suites = [f"suite {suite_name(name)}: {source(name, self.data)}" for name in self.suites]
-        return ", ".join([*map(str, self.files), *of_suites])
+SPARE_TOKENS = 64  # the last tokens of a cut text may differ from those of the whole text
 
 
 @dataclass(frozen=True)
@@ -113,10 +24,10 @@ class Prompt:
     """What every method answers.
 
     Attributes:
-        ids: token ids, chat template applied, up to where the assistant's answer begins.
+        ids: token ids with the chat template, up to where the assistant's answer begins.
         question: its messages, without earlier turns that the run puts before them.
-        record: as it was read. turn: of a conversation, counted from 1.
-        max_new_tokens: of its answer, where that is less than the run's.
+        record: as read from the file. turn: of a conversation, counted from 1.
+        max_new_tokens: limit of its answer, if smaller than the run's.
     """
 
     id: str
@@ -129,7 +40,7 @@ class Prompt:
 
     @property
     def sub_category(self) -> str | None:
-        """Within its category."""
+        """Its sub-category, if the file has one."""
         return self.record.sub_category if self.record is not None else None
 
 
@@ -137,8 +48,8 @@ class Prompt:
 class PromptSet:
     """The prompts of a run.
 
-    ``measured`` and ``warmup`` share none; ``skipped`` counts what was left out, by reason. ``requested`` is how many
-    were to be measured (None: all), which the file may not have.
+    ``measured`` and ``warmup`` are disjoint; ``skipped`` counts unused prompts by reason. ``requested`` is the wanted
+    number of measured prompts (None: all), which may be more than the file has.
     """
 
     config: PromptsConfig
@@ -150,7 +61,7 @@ class PromptSet:
     requested: int | None = None
 
     def describe(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the report's ``prompt_set``."""
         wanted = self.config.context_tokens
         lengths = [len(prompt.ids) for prompt in self.measured]
         by_category = Counter(prompt.category for prompt in self.measured if prompt.category is not None)
@@ -173,28 +84,18 @@ class PromptSet:
         }
 
 
-def check_prompt_files(config: PromptsConfig) -> None:
-    """Raise ValueError where a file is missing, or earlier turns should come from one that has none; needs no model."""
-    for file in (*config.files, *config.context_files):
-        check_prompt_file(file)
-    for name in config.suites:
-        check_suite(name, config.data)
-    check_context_files(config.context_files)
-
-
 def load_prompts(
     config: PromptsConfig, tokenizer: Any, *, warmup: int, max_new_tokens: int, max_context: int
 ) -> PromptSet:
-    """Draw the prompts to measure, or as many as there are, and ``warmup`` others.
+    """Choose the prompts to measure, as many as there are up to the wanted number, and ``warmup`` others.
 
-    The prompt of a dialogue is what stands before its first assistant turn, and with ``context_tokens`` other dialogues
-    before that. A prompt that is in the file twice is used once, or a drafter that remembers phrases would meet an
-    answer that it has already seen. Which prompts are drawn does not depend on ``config.consecutive``, which only
-    orders them, nor on what is put before them.
+    The prompt of a dialogue is everything before its first assistant turn. A prompt that is in the file twice is used
+    once, because a drafter that remembers phrases would have seen the answer. ``consecutive`` and ``context_tokens``
+    do not change which prompts are chosen.
 
     Raises:
-        ValueError: a missing file or category, or fewer than ``warmup`` + 1 usable prompts; the message says what was
-            skipped and why. Too little room for ``context_tokens``, or too few dialogues for them.
+        ValueError: a missing file or category, fewer than ``warmup`` + 1 usable prompts (the message has the counts of
+            skipped ones), too little room for ``context_tokens``, or too few dialogues for them.
     """
     check_prompt_files(config)
     formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
@@ -202,66 +103,49 @@ def load_prompts(
     random.Random(config.seed).shuffle(records)
     limit = longest_prompt(config, max_new_tokens, max_context)
     usable = _usable(config, tokenizer, max_new_tokens, max_context, skipped)
-    draw = _draw_by_category if config.per_category is not None else _draw_of_suites if config.suites else _draw
-    measured, spare, requested = draw(config, records, usable, warmup)
+    if config.per_category is None and not config.suites:
+        found = (prompt for record in records if (prompt := usable(record)) is not None)
+        spare, requested = list(itertools.islice(found, warmup)), config.count
+        measured = list(itertools.islice(found, config.count))
+    else:
+        measured, spare, requested = _draw_by_group(config, records, usable, warmup)
     if config.suites:
         spare += _warm_up(tokenizer, warmup - len(spare))
     if not measured or len(spare) < warmup:
         raise ValueError(
-            f"{config.shown_files}: {len(measured) + len(spare)} usable prompts, of which warm-up has {len(spare)} and "
-            f"takes {warmup}; skipped: {dict(skipped)} (at most {limit} prompt tokens); give a longer file, fewer "
-            "warm-up prompts or prompts per category, or a smaller max_new_tokens"
+            f"{config.shown_files}: {len(measured) + len(spare)} usable prompts, {len(spare)} of them for "
+            f"warm-up, which needs {warmup}; skipped: {dict(skipped)} (at most {limit} prompt tokens); give a longer "
+            "file, fewer warm-up prompts or prompts per category, or a smaller max_new_tokens"
         )
     if config.context_tokens is not None:
-        measured, spare = _with_context(config, tokenizer, measured, spare)
+        both = [*measured, *spare]
+        asked = {prompt.question[-1]["content"] for prompt in both}
+        earlier = Earlier(config.context_files, asked, partial(render, tokenizer), config.context_tokens, config.seed)
+        both = [replace(prompt, ids=earlier.before(prompt.question)) for prompt in both]
+        measured, spare = both[: len(measured)], both[len(measured) :]
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
     shown = ", ".join(dict.fromkeys(formats)) or "suite"
     return PromptSet(config, shown, files_sha256(config.read_files), measured, spare, skipped, requested)
 
 
-def _with_context(
-    config: PromptsConfig, tokenizer: Any, measured: list[Prompt], spare: list[Prompt]
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Both with dialogues before them, none of which answers a question of the run."""
-    assert config.context_tokens is not None
-    asked = {prompt.question[-1]["content"] for prompt in [*measured, *spare]}
-    render_here = functools.partial(render, tokenizer)
-    earlier = Earlier(config.context_files, asked, render_here, config.context_tokens, config.seed)
-    longer = [replace(prompt, ids=earlier.before(prompt.question)) for prompt in [*measured, *spare]]
-    return longer[: len(measured)], longer[len(measured) :]
-
-
 def in_whole_batches(prompts: PromptSet, batches: Sequence[int]) -> PromptSet:
-    """As many of the prompts as fill batches of every size: at each of them the same ones are measured.
-
-    Raises:
-        ValueError: there are too few.
-    """
+    """Return as many of the prompts as fill batches of every size, so that all sizes measure the same prompts."""
     count, unit = len(prompts.measured), math.lcm(*batches)
     if count < unit:
         raise ValueError(
-            f"there are {count} prompts to measure, and to fill batches of {shown_sizes(batches)} it takes {unit}: "
-            "give more prompts or other batch sizes"
+            f"there are {count} prompts to measure, and batches of {shown_sizes(batches)} need {unit}: give more "
+            "prompts or other batch sizes"
         )
     left = count % unit
     skipped = prompts.skipped + Counter(fills_no_batch=left)
     return replace(prompts, measured=prompts.measured[: count - left], skipped=skipped)
 
 
-def shown_sizes(batches: Sequence[int]) -> str:
-    """Batch sizes, for messages and reports."""
-    *before, last = map(str, batches)
-    return f"{', '.join(before)} and {last}" if before else last
-
-
 def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | None = None) -> list[Prompt]:
-    """``consecutive`` prompts of one category in a row, as many of the next, and round again (Ouroboros, Appendix F).
+    """Return ``consecutive`` prompts of one category in a row, then of the next, and so on (Ouroboros, Appendix F).
 
-    Within a category the order stays. What is left of a category that runs out first is decoded in shorter rows.
-
-    Args:
-        categories: their order; None: alphabetical.
+    The order within a category stays. ``categories`` is their order; None: alphabetical.
     """
     names = categories or sorted({prompt.category or "" for prompt in prompts})
     queues = [[prompt for prompt in prompts if (prompt.category or "") == name] for name in names]
@@ -270,17 +154,17 @@ def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | No
 
 
 def longest_prompt(config: PromptsConfig, max_new_tokens: int, max_context: int) -> int:
-    """Tokens of the longest prompt that can be used, before dialogues are put in front of it."""
+    """Return the largest number of tokens of a prompt, before dialogues are put in front of it."""
     if max_new_tokens >= max_context:
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens:,}, but the target and the drafters were made for {max_context:,} "
-            f"positions, the prompt's included; give at most {max(max_context - 1, 1):,}"
+            f"max_new_tokens is {max_new_tokens:,}, but the target and the drafters have {max_context:,} positions, "
+            f"prompt included; give at most {max(max_context - 1, 1):,}"
         )
     most = max_context - max_new_tokens
     if (config.context_tokens or 0) > most:
         raise ValueError(
-            f"context_tokens is {config.context_tokens:,}, but of the {max_context:,} positions that the target and "
-            f"the drafters were made for max_new_tokens takes {max_new_tokens:,}; give at most {most:,}"
+            f"context_tokens is {config.context_tokens:,}, but the target and the drafters have {max_context:,} "
+            f"positions, {max_new_tokens:,} of them for max_new_tokens; give at most {most:,}"
         )
     return min(config.max_prompt_tokens or most, config.context_tokens or most, most)
 
@@ -291,7 +175,7 @@ Usable = Callable[[Record], Prompt | None]
 def _usable(
     config: PromptsConfig, tokenizer: Any, max_new_tokens: int, max_context: int, skipped: Counter[str]
 ) -> Usable:
-    """What renders a record's prompt, or returns None and counts why it cannot be used."""
+    """Return a function that renders a record's prompt, or returns None and counts why it cannot be used."""
     seen: set[tuple[int, ...]] = set()
 
     def usable(record: Record) -> Prompt | None:
@@ -317,50 +201,34 @@ def _usable(
     return usable
 
 
-Drawn = tuple[list[Prompt], list[Prompt], int | None]  # to measure, for warm-up, how many were to be measured
+def _draw_by_group(
+    config: PromptsConfig, records: list[Record], usable: Usable, warmup: int
+) -> tuple[list[Prompt], list[Prompt], int]:
+    """Return the prompts to measure, those for warm-up, and how many were to be measured.
 
-
-def _draw(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
-    """``config.count`` prompts in the records' order; the first are for warm-up."""
-    found = (prompt for record in records if (prompt := usable(record)) is not None)
-    spare = list(itertools.islice(found, warmup))
-    return list(itertools.islice(found, config.count)), spare, config.count
-
-
-def _draw_by_category(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
-    """``config.per_category`` prompts of every category in the records' order; warm-up takes from what is left."""
-    assert config.per_category is not None
-    counts = dict.fromkeys((record.category for record in records), 0)
+    Every category has a quota of ``per_category``, or every suite a quota of its ``count``; of suites, all together
+    have ``config.count``. Warm-up takes prompts beyond the quotas.
+    """
+    by_category = config.per_category is not None
+    groups = [record.category if by_category else record.suite for record in records]
+    there = Counter(groups)
+    quota = {group: config.per_category if by_category else load_suite(group or "").count for group in there}
+    left = {group: there[group] if most is None else most for group, most in quota.items()}
+    requested = sum(left.values())
+    if not by_category and config.count is not None:
+        requested = min(config.count, requested)
     measured: list[Prompt] = []
     spare: list[Prompt] = []
-    for record in records:
-        full = counts[record.category] == config.per_category
+    for record, group in zip(records, groups, strict=True):
+        full = len(measured) == requested or left[group] == 0
         if not (full and len(spare) == warmup) and (prompt := usable(record)) is not None:
             (spare if full else measured).append(prompt)
-            counts[record.category] += not full
-    return measured, spare, config.per_category * len(counts)
-
-
-def _draw_of_suites(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
-    """Of each suite as many as it draws, and ``config.count`` of all; warm-up takes from what is left."""
-    left = {name: load_suite(name).count for name in config.suites}
-    there = Counter(record.suite for record in records)
-    wanted = sum(there[name] if most is None else most for name, most in left.items())
-    requested = wanted if config.count is None else min(config.count, wanted)
-    measured: list[Prompt] = []
-    spare: list[Prompt] = []
-    for record in records:
-        most = left[record.suite or ""]
-        full = len(measured) == requested or most == 0
-        if not (full and len(spare) == warmup) and (prompt := usable(record)) is not None:
-            (spare if full else measured).append(prompt)
-            if not full and most is not None:
-                left[record.suite or ""] = most - 1
+            left[group] -= not full
     return measured, spare, requested
 
 
 def _warm_up(tokenizer: Any, count: int) -> list[Prompt]:
-    """Questions of no suite: one that is measured whole has none to spare."""
+    """Return questions of no suite, because a suite that is measured whole has none left."""
     messages = [[{"role": "user", "content": text}] for text in itertools.islice(itertools.cycle(WARM_UP), count)]
     return [Prompt(f"warm-up {n}", None, render(tokenizer, each), each) for n, each in enumerate(messages, start=1)]
 
@@ -373,7 +241,7 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
         found += [replace(record, category=record.category or fallback) for record in read]
     for name in config.suites:
         of_suite = read_suite(name, config.data, skipped)
-        if len(config.suites) > 1:  # then each is a category, and two may have a "line 1"
+        if len(config.suites) > 1:  # each suite becomes a category, and two may have a "line 1"
             named = suite_name(name)
             of_suite = [
                 replace(record, id=f"{named}/{record.id}", category=named, sub_category=record.category)
@@ -384,7 +252,7 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
 
 
 def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counter[str]) -> list[Record]:
-    """Those of ``config.categories``; where categories matter at all, those that have one."""
+    """Return the records of ``config.categories``; if the config uses categories at all, those that have one."""
     wanted = config.categories
     if wanted is None and config.per_category is None and config.consecutive is None:
         return records
@@ -402,11 +270,7 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Messages -> token ids, ending where the assistant's answer begins.
-
-    Raises:
-        DroppedError: the template refuses them.
-    """
+    """Return the messages as token ids, up to where the assistant's answer begins."""
     given, tools = [for_template(message) for message in messages], messages[0].get("tools")
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:
@@ -417,10 +281,7 @@ def render(tokenizer: Any, messages: list[Message]) -> list[int]:
 
 
 def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[int]:
-    """``render``; of messages with more than ``limit`` tokens perhaps only a part, but one with more than ``limit``.
-
-    10 MB take a minute, where their beginning tells at once that they are too long.
-    """
+    """Return ``render``, or more than ``limit`` tokens of the beginning: rendering all of 10 MB takes a minute."""
     length = sum(len(message["content"]) for message in messages)
     part = 16 * (limit + SPARE_TOKENS)  # characters
     while part < length:
@@ -432,7 +293,7 @@ def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[in
 
 
 def _beginning(messages: list[Message], characters: int) -> list[Message]:
-    """The first ``characters`` of the messages; each keeps one, since templates refuse a prompt without the user's."""
+    """Return the first ``characters`` of the messages; each keeps one, because templates refuse empty turns."""
     found = []
     for message in messages:
         found.append(message | {"content": message["content"][: max(characters, 1)]})

@@ -1,7 +1,7 @@
-"""Suites of prompts by name: ``configs/suites/<name>.yaml``, or a YAML of one's own in the same form.
+"""Suites of prompts by name: ``configs/suites/<name>.yaml``, or another YAML file in the same form.
 
-A suite says where its questions are published (a file, the Hub), which fields of a record make the prompt, how many of
-them the papers take, how long an answer may be and how it is judged.
+A suite names the published source of its questions (a file, the Hub), the fields of a record that make the prompt, the
+number of prompts that papers measure, the longest answer and the metric of answers.
 """
 
 import difflib
@@ -24,9 +24,9 @@ from eval.prompts.files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
 Metric = Literal["number", "humaneval", "mbpp", "rouge", "bleu"]
-# The fields that a program's tests are in, beside those of its prompt.
+# Fields that hold a program's tests.
 JUDGED_BY = {"humaneval": ("prompt", "test", "entry_point"), "mbpp": ("test_list",)}
-# Of no suite, for the warm-up where a suite has no question to spare.
+# Questions of no suite, for the warm-up of a suite that is measured whole.
 WARM_UP = (
     "Name three rivers of Europe and say into which sea each of them flows.",
     "Explain to a child why the sky is blue during the day and red in the evening.",
@@ -37,39 +37,43 @@ WARM_UP = (
 
 
 class Suite(Config):
-    """One set of prompts. The name of its file is its name."""
+    """One set of prompts, named after its file."""
 
     file: Path | None = Field(
         None, description="under prompts.data: JSON lines, gzipped or not, or a folder of such or of parquet files"
     )
     url: str | None = Field(None, description="where the file is published")
     hub: str | None = Field(
-        None, description="a dataset of the Hub, read where the file is not there; owner/name[:config][:split]"
+        None, description="a dataset of the Hub, read if there is no file; owner/name[:config][:split]"
     )
-    subset: str | None = Field(None, description="of the Hub's dataset")
+    subset: str | None = Field(None, description="configuration of the Hub's dataset")
     split: str = "test"
     prompt: str | None = Field(
-        None, description="Jinja template of the prompt, over a record's fields; None: the published formats' fields"
+        None, description="Jinja template of the prompt over a record's fields; None: the fields of published formats"
     )
-    id: str | None = Field(None, description="field of a record's name; None: question_id, task_id or id")
-    ids: tuple[int, int] | None = Field(None, description="only records whose id is from the first to the second")
+    id: str | None = Field(None, description="field with a record's id; None: question_id, task_id or id")
+    ids: tuple[int, int] | None = Field(None, description="only records with ids from the first to the second")
     turns: Literal["first", "all"] = Field(
-        "first", description="all: the later ones, too, each after plain decoding's greedy answers to those before"
+        "first", description="all: also later turns, after plain decoding's greedy answers to earlier ones"
     )
-    groups: dict[str, list[str]] = Field({}, description="categories, each of these of the records' own")
-    count: Amount | None = Field(None, ge=1, description="prompts drawn; None: all")
-    max_new_tokens: Length | None = Field(None, ge=1, description="of an answer; the run may have less")
-    metric: Metric | dict[str, Metric] | None = Field(None, description="of the answers; or one for each category")
-    reference: str | None = Field(None, description="Jinja template of what answers are compared with")
+    groups: dict[str, list[str]] = Field({}, description="categories, each with the records' own categories in it")
+    count: Amount | None = Field(None, ge=1, description="prompts chosen; None: all")
+    max_new_tokens: Length | None = Field(
+        None, ge=1, description="largest length of an answer; the run's limit may be smaller"
+    )
+    metric: Metric | dict[str, Metric] | None = Field(
+        None, description="how answers are judged; or one metric per category"
+    )
+    reference: str | None = Field(None, description="Jinja template of the reference answer")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.file is None and self.hub is None:
-            raise ValueError("it has neither file nor hub: say where its prompts are")
+            raise ValueError("it has neither file nor hub: give one of them as the source of prompts")
         if ":" in (self.hub or "") and {"subset", "split"} & self.model_fields_set:
             raise ValueError(f"hub is {self.hub}: name configuration and split there, or as subset and split")
         if self.url is not None and self.file is None:
-            raise ValueError("url says where a file is published, and there is no file: give its name, too")
+            raise ValueError("url is the address of a file, and file is missing: give its name")
         needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
         if needing and self.reference is None:
             raise ValueError(f"metric {min(needing)} compares answers with reference, which is missing")
@@ -77,49 +81,45 @@ class Suite(Config):
 
     @property
     def metrics(self) -> dict[str | None, Metric]:
-        """By category; one for all is under None."""
+        """Metric by category; a metric of all categories is under None."""
         if isinstance(self.metric, dict):
             return dict(self.metric.items())
         return {} if self.metric is None else {None: self.metric}
 
     def metric_of(self, category: str | None) -> Metric | None:
-        """How an answer to a question of that category is judged, if it is."""
+        """Return the metric of a category's answers; None: they are not judged."""
         return self.metrics.get(category, self.metrics.get(None))
 
 
 def suite_names() -> list[str]:
-    """Of the suites that ship."""
+    """Return the names of the shipped suites."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if not _is_run(path))
 
 
 @functools.cache
 def load_suite(name: str) -> Suite:
-    """The suite of that name, or in a file.
-
-    Raises:
-        ValueError: there is none (the message has the nearest name), or its file is wrong.
-    """
+    """Return the suite of that name or file; ValueError if there is none, with the nearest name, or if it is wrong."""
     path = suite_path(name)
     if _is_run(path):
         raise ValueError(
-            f"{name} is no set of prompts but a whole run: python -m eval.speed --config {shlex.quote(str(path))}"
+            f"{name} is no set of prompts but a run: python -m eval.speed --config {shlex.quote(str(path))}"
         )
     return load_config(Suite, path)
 
 
 def suite_path(name: str) -> Path:
-    """The suite's YAML; raises ValueError where there is none."""
+    """Return the suite's YAML file; ValueError if there is none."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = suite_names()
         near = difflib.get_close_matches(suite_name(name).lower().replace("_", "-"), known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-        raise ValueError(f"no suite {name!r}; {hint}: {', '.join(known)}, or the path of a YAML of your own")
+        raise ValueError(f"no suite {name!r}; {hint}: {', '.join(known)}, or the path of your YAML file")
     return path
 
 
 def suite_name(name: str) -> str:
-    """What reports call a suite: its file's name, without folder and ending."""
+    """Return the name of a suite in reports: its file's stem."""
     return Path(name).stem if name.endswith((".yaml", ".yml")) else name
 
 
@@ -127,13 +127,8 @@ def _is_run(path: Path) -> bool:
     return any(line.startswith("drafters:") for line in read_text(path).splitlines())
 
 
-def check_suite(name: str, data: Path) -> None:
-    """Raise ValueError where there is no such suite, or its questions cannot be read; see ``read_suite``."""
-    read_suite(name, data, Counter())
-
-
 def local_files(name: str, data: Path) -> list[Path]:
-    """What a suite reads of this machine's: its YAML and its files, if they are here."""
+    """Return the suite's YAML file and its local data files."""
     suite = load_suite(name)
     here = data / suite.file if suite.file is not None else None
     if here is None or not here.exists():
@@ -142,7 +137,7 @@ def local_files(name: str, data: Path) -> list[Path]:
 
 
 def source(name: str, data: Path) -> str:
-    """Where a suite's prompts are read from, for messages and reports."""
+    """Return the source of a suite's prompts, for messages and reports."""
     suite = load_suite(name)
     if suite.file is not None and (data / suite.file).exists() or suite.hub is None:
         return str(data / (suite.file or ""))
@@ -151,17 +146,19 @@ def source(name: str, data: Path) -> str:
     return f"{suite.hub} ({', '.join(filter(None, (suite.subset, suite.split)))})"
 
 
-def read_suite(name: str, data: Path, skipped: Counter[str]) -> list[Record]:
-    """The suite's records; ``skipped`` counts those that cannot be used.
-
-    Raises:
-        ValueError: its data are missing, or have other fields than it says; the message has the first record.
-    """
+def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> list[Record]:
+    """Return the suite's records; ``skipped`` counts those that cannot be used."""
+    skipped = Counter() if skipped is None else skipped
     suite = load_suite(name)
     read = list(_numbered(name, suite, data))
     kept = [(number, record) for number, record in read if suite.ids is None or _within(record, suite)]
     before = skipped.copy()
-    found = list(_from_template(suite, kept, skipped) if suite.prompt is not None else _published(suite, kept, skipped))
+    if suite.prompt is not None:
+        found = list(_from_template(suite, kept, skipped))
+    else:
+        keys = (question_key(record) for _, record in kept if isinstance(record, dict))
+        key = next(filter(None, keys), next(iter(QUESTION_KEYS)))
+        found = list(questions(kept, key, skipped, suite.id))
     if not found:
         why = dict(skipped - before)
         first = shortened(first_record(read), 60)
@@ -182,20 +179,20 @@ def read_suite(name: str, data: Path, skipped: Counter[str]) -> list[Record]:
 
 
 def _check_judged(records: list[Record], name: str, suite: Suite) -> None:
-    """Raise ValueError where an answer could not be judged: before it is made."""
+    """Raise ValueError, before anything is decoded, if a record lacks the fields that judge its answer."""
     for record in records:
         missing = [field for field in JUDGED_BY.get(record.metric or "", ()) if field not in record.fields]
         if record.metric in ("number", "rouge", "bleu") and filled(suite.reference or "", record.fields) is None:
             missing = [suite.reference or ""]
         if missing:
             raise ValueError(
-                f"suite {name}: answers are judged by {record.metric!r}, and prompt {record.id!r} has no "
-                f"{', '.join(missing)}; it has {shortened(record.fields, 60)}; set metric to null to do without"
+                f"suite {name}: metric {record.metric!r} needs {', '.join(missing)}, which prompt {record.id!r} lacks; "
+                f"it has {shortened(record.fields, 60)}; set metric to null to skip judging"
             )
 
 
 def _placed(record: Record, name: str, suite: Suite) -> Record:
-    """With its suite, and its category among the suite's groups."""
+    """Return the record with its suite, metric and category among the suite's groups."""
     group = next((group for group, members in suite.groups.items() if record.category in members), None)
     if group is not None:
         record = replace(record, category=group, sub_category=record.category)
@@ -214,8 +211,11 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
             raise ValueError(f"suite {name}: {error}{fetch}") from error
         yield from enumerate(found, start=1)
         return
-    here = _local(name, suite, data)
     files = [here] if here.is_file() else _files_in(here)
+    if not files:
+        fetch = f"; {_fetch(here, suite)} fetches it" if suite.url else ""
+        hint = f"or prompts.data=FOLDER names the folder of {suite.file}"
+        raise ValueError(f"suite {name}: there is nothing at {here}{fetch}, {hint}")
     if any(file.name.endswith(DATASET_SUFFIXES) for file in files):
         yield from enumerate(dataset_records(f"{here}:{suite.split}"), start=1)
         return
@@ -223,23 +223,12 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
         yield from read_records(file)
 
 
-def _local(name: str, suite: Suite, data: Path) -> Path:
-    assert suite.file is not None
-    here = data / suite.file
-    if here.is_file() or (here.is_dir() and _files_in(here)):
-        return here
-    fetch = f"; {_fetch(here, suite)} fetches it" if suite.url else ""
-    raise ValueError(
-        f"suite {name}: there is nothing at {here}{fetch}, or prompts.data=FOLDER names the folder of {suite.file}"
-    )
-
-
 def _fetch(file: Path, suite: Suite) -> str:
     return f"curl --create-dirs -Lo {shlex.quote(str(file))} {suite.url}"
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """JSON lines, else what `datasets` reads."""
+    """Return the JSON lines files of a folder, else those that `datasets` reads."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [path for path in files if path.name.endswith((".jsonl", ".jsonl.gz", ".json"))]
     return lines or [path for path in files if path.name.endswith(DATASET_SUFFIXES)]
@@ -249,11 +238,6 @@ def _within(record: Any, suite: Suite) -> bool:
     assert suite.ids is not None
     number = record.get(suite.id or "task_id") if isinstance(record, dict) else None
     return not isinstance(number, int) or suite.ids[0] <= number <= suite.ids[1]
-
-
-def _published(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
-    keys = (question_key(record) for _, record in records if isinstance(record, dict))
-    return questions(records, next(filter(None, keys), next(iter(QUESTION_KEYS))), skipped, suite.id)
 
 
 def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
@@ -274,11 +258,7 @@ def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counte
 
 
 def filled(template: str, fields: dict[str, Any]) -> str | None:
-    """A Jinja template over a record's fields; None where it prints one that the record lacks, or that is null.
-
-    Raises:
-        ValueError: the template is no valid Jinja.
-    """
+    """Return a Jinja template over a record's fields; None if it prints a missing or null field."""
     from jinja2 import TemplateError, UndefinedError
 
     try:
@@ -286,7 +266,7 @@ def filled(template: str, fields: dict[str, Any]) -> str | None:
     except UndefinedError:
         return None
     except TemplateError as error:
-        raise ValueError(f"{shortened(template)} is no Jinja template: {error}") from error
+        raise ValueError(f"{shortened(template)} is not a Jinja template: {error}") from error
     return text
 
 

@@ -1,4 +1,4 @@
-"""The figures of every prompt: what ``eval.compare`` compares, and a table for other programs (CSV)."""
+"""Figures of every prompt, which ``eval.compare`` compares, as CSV for other programs."""
 
 import csv
 import io
@@ -10,16 +10,16 @@ from eval.measure.runner import Run
 
 Line = dict[str, Any]
 PLACE = ("drafter", "temperature", "batch", "prompt", "prompt_tokens")
-# Of the round with the median time a token; then of the round with the median speedup, the method's and plain
-# decoding's. Empty where there is nothing: stock generate tells no forwards.
+# Of the round with the median time per token; then of the round with the median speedup, the method's and plain
+# decoding's. Empty if unknown: stock generate reports no forwards.
 COLUMNS = ("tokens", "seconds", "forwards", "pair_tokens", "pair_seconds", "plain_tokens", "plain_seconds")
 
 
 def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
-    """A line for every method and prompt, or batch of them.
+    """Return a line for every method and prompt or batch of prompts.
 
     Args:
-        placed: all runs, each with its prompt's name and tokens. plain: plain decoding's label.
+        placed: (name, tokens, run) with the prompt's name and number of tokens. plain: plain decoding's label.
     """
     rounds: dict[tuple[Any, ...], list[Run]] = {}
     for name, tokens, run in placed:
@@ -38,7 +38,7 @@ def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
 
 
 def in_report(end: dict[str, Any], runs: Sequence[Run]) -> list[Line]:
-    """``by_prompt`` of a report's runs; ``end`` is the last line of their journal."""
+    """Return ``by_prompt`` of a report's runs; ``end`` is the last line of their journal."""
     prompts = end["prompts"]
     together = [prompts[run.prompt : run.prompt + run.batch] for run in runs]
     names = [(", ".join(p["id"] for p in some), sum(p["tokens"] for p in some)) for some in together]
@@ -46,7 +46,7 @@ def in_report(end: dict[str, Any], runs: Sequence[Run]) -> list[Line]:
 
 
 def as_csv(lines: Sequence[Line]) -> str:
-    """The lines as CSV, a head first; None is an empty cell."""
+    """Return the lines as CSV with a head; None is an empty cell."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]) if lines else [*PLACE, *COLUMNS], lineterminator="\n")
     writer.writeheader()
@@ -55,11 +55,7 @@ def as_csv(lines: Sequence[Line]) -> str:
 
 
 def from_csv(text: str) -> list[Line]:
-    """``by_prompt``'s lines again.
-
-    Raises:
-        ValueError: it is no such table.
-    """
+    """Return the lines of ``by_prompt`` from CSV; ValueError if it has another head."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
     if (head := reader.fieldnames) is None or list(head) != [*PLACE, *COLUMNS]:
         raise ValueError(f"its head is {head}, not {[*PLACE, *COLUMNS]}")
@@ -72,7 +68,7 @@ def from_csv(text: str) -> list[Line]:
 
 
 def flat(rows: Sequence[Line]) -> list[Line]:
-    """The report's rows without their lists and tables, every one with the same keys; an interval as two figures."""
+    """Return the report's rows without lists and tables, all with the same keys; an interval as two figures."""
     plain = []
     for row in rows:
         ends = {

@@ -1,75 +1,31 @@
-"""Coordinates of the page's charts; how they look is the templates'."""
+"""The charts of a report, drawn by matplotlib: PNG files beside the pages, and SVG within ``report.html``."""
 
-from dataclasses import dataclass
+import io
+import re
+from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
+import matplotlib
 
-from eval.report.rows import number, setting_of, shown_name
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-Row = dict[str, Any]
-COLORS = 8  # of the style sheet; what comes after them is grey
-LABEL = 6.4  # width of a letter, in the units of a chart
+from drafters.common.files import replacing  # noqa: E402
+from eval.report.tables import Row, kind, setting_of, shown_name  # noqa: E402
+from eval.report.texts import visible  # noqa: E402
 
-
-@dataclass(frozen=True)
-class Axes:
-    """A chart's inner field, and the values at its edges. y grows upwards."""
-
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    width: float = 720.0
-    height: float = 400.0
-    left: float = 52.0
-    right: float = 18.0
-    top: float = 14.0
-    bottom: float = 44.0
-    whole: bool = False  # of x there are whole numbers alone
-
-    def x(self, value: float) -> float:
-        """Where a value stands."""
-        low, high = self.x_range
-        return round(self.left + (value - low) / (high - low) * (self.width - self.left - self.right), 1)
-
-    def y(self, value: float) -> float:
-        """Where a value stands."""
-        low, high = self.y_range
-        return round(
-            self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom), 1
-        )
-
-    def view(self) -> dict[str, Any]:
-        """Edges and ticks, for the template."""
-        edges = {
-            "left": self.left,
-            "right": self.width - self.right,
-            "top": self.top,
-            "base": self.height - self.bottom,
-        }
-        ticks = {
-            "x_ticks": [(self.x(value), f"{value:g}") for value in _ticks(*self.x_range, whole=self.whole)],
-            "y_ticks": [(self.y(value), f"{value:g}") for value in _ticks(*self.y_range)],
-        }
-        return {"width": self.width, "height": self.height, **edges, **ticks}
-
-
-def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    places = MaxNLocator(nbins=8 if whole else 6, integer=whole).tick_values(low, high)
-    inside = [value for value in places if low <= value <= high]
-    return [round(float(value), 6) for value in inside]
-
-
-def kind(row: Row) -> str:
-    """The class by which the style sheet colours a row."""
-    if not row["lossless"]:
-        return "lossy"
-    if row["stock"] or row.get("engine"):
-        return "other"
-    return "plain" if row["tau"] == 1.0 and not row["drafted_per_step"] else "own"
+COLORS = {"own": "#3b6ea8", "lossy": "#c98a2b", "plain": "#9aa3ad", "other": "#5b8c6a"}
+PARTS = {"draft": "#3b6ea8", "verify": "#9aa3ad", "other": "#c98a2b"}  # of a step's time
+LONGEST_LABEL = 60  # characters
+plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False})
+Line = tuple[str, list[tuple[float, float]]]  # a name and its points
 
 
 def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tuple[str, Row, list[Row]]]:
-    """By temperature and batch size: its name, plain decoding there, and the rows."""
+    """Return for every temperature and batch size its title, plain decoding there, and the rows."""
     baselines = report["baseline"]["temperatures"]
     least = min(baseline["batch"] for baseline in baselines)
     found = []
@@ -77,128 +33,155 @@ def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tu
         if not smallest_batch or baseline["batch"] == least:
             name = "greedy" if baseline["temperature"] == 0 else f"temperature {baseline['temperature']:g}"
             name += f", batch {baseline['batch']}" if baseline["batch"] > 1 else ""
-            rows = [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]
-            found.append((name, baseline, rows))
+            found.append((name, baseline, [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]))
     return found
 
 
-def panels(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The speedups of each temperature and batch size as bars, in percent of the widest one's end."""
-    ends = [end for row in report["rows"] for end in (row["speedup"] or 0.0, *(row["speedup_ci"] or ()))]
-    widest = max([1.0, *ends]) * 1.02
-    found = []
-    for title, baseline, rows in at_settings(report):
-        bars = []
-        for row in sorted(rows, key=lambda row: -(row["speedup"] or 0.0)):
-            if row["speedup"] is None:
-                continue
-            interval = row["speedup_ci"] if row["speedup_ci"] and row["speedup_ci"][0] < row["speedup_ci"][1] else None
-            low, high = (round(100 * end / widest, 2) for end in interval or (0.0, 0.0))
-            place = {"width": round(100 * row["speedup"] / widest, 2), "low": low, "high": high}
-            known = {"name": shown_name(row), "kind": kind(row), "speedup": row["speedup"], "tau": row["tau"]}
-            bars.append({**known, **place, "interval": interval})
-        over = baseline["over_stock_generate"]
-        stock = {"at": round(100 / over / widest, 2), "speedup": 1 / over} if over else None
-        found.append({"title": title, "bars": bars, "one": round(100 / widest, 2), "stock": stock})
-    return found
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, replacing a file at once, and release it."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
 
 
-def tau_against_speed(rows: list[Row]) -> dict[str, Any] | None:
-    """A point for every row that tells both, and lines of equal cost of a step; None below two points."""
+def svg(figure: Figure) -> str:
+    """Return a figure as SVG for an HTML page, and release it."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    drawn = re.sub(r'<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"', "", text.getvalue(), flags=re.S)
+    return drawn[drawn.index("<svg") :]
+
+
+def speedups(report: dict[str, Any]) -> Figure:
+    """Return bars of speedup over plain decoding: a column of panels per temperature, a line per batch size."""
+    groups = at_settings(report)
+    height = 1.9 + 0.42 * max(len(rows) for _, _, rows in groups)
+    across = len({baseline["temperature"] for _, baseline, _ in groups})
+    down = len(groups) // across
+    figure, panels = plt.subplots(down, across, figsize=(6.4 * across, height * down), squeeze=False)
+    widest = max([1.0, *(end for row in report["rows"] for end in (row["speedup"] or 0.0, *(row["speedup_ci"] or ())))])
+    for panel, (title, baseline, rows) in zip(panels.T.flat, groups, strict=True):
+        panel.set_title(title, fontsize=10)
+        _bars(panel, rows, baseline, widest)
+    facts = report["environment"]
+    batch = f"batch {facts['batch']}" if down == 1 else "several batch sizes"
+    about = f"{facts['dtype']}, {batch}, {facts['gpu'] or facts['cpu']}, {facts['prompt_set']['prompts']} prompts"
+    figure.suptitle(visible(f"{facts['target']['name']}, {about}"), fontsize=10)
+    figure.tight_layout()
+    return figure
+
+
+def _bars(panel: Axes, rows: list[Row], baseline: Row, widest: float) -> None:
+    for place, row in enumerate(rows):
+        speedup = row["speedup"] or 0.0
+        hatch = None if row["lossless"] else "///"
+        panel.barh(place, speedup, color=COLORS[kind(row)], hatch=hatch, edgecolor="white", linewidth=0, height=0.7)
+        end = speedup
+        if row["speedup_ci"]:
+            low, high = row["speedup_ci"]
+            panel.plot([low, high], [place, place], color="black", linewidth=1)
+            end = max(end, high)
+        tau = "" if row["tau"] is None else f"   τ {row['tau']:.2f}"
+        panel.text(end + 0.02 * widest, place, f"{speedup:.2f}x{tau}", va="center", fontsize=9)
+    panel.axvline(1.0, color="black", linewidth=0.8)
+    if baseline["over_stock_generate"]:
+        stock = 1 / baseline["over_stock_generate"]
+        panel.axvline(stock, color="black", linewidth=0.8, linestyle="--", label=f"stock generate, {stock:.2f}x")
+        panel.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), fontsize=8, frameon=False)
+    _names(panel, rows)
+    panel.set_xlim(0, widest * 1.32)
+    panel.set_xlabel("speedup over plain decoding in the same loop (line: 95% interval)", fontsize=9)
+
+
+def _label(name: str) -> str:
+    return visible(name[:LONGEST_LABEL])
+
+
+def _names(panel: Axes, rows: list[Row]) -> None:
+    panel.set_yticks(range(len(rows)), [_label(shown_name(row)) for row in rows], fontsize=9)
+    panel.invert_yaxis()
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def tau_against_speed(rows: list[Row]) -> Figure | None:
+    """Return a point per row, and dotted lines of equal cost of a step; None below two points."""
     told = [row for row in rows if row["tau"] is not None and row["speedup"] is not None]
     if len(told) < 2:
         return None
-    most_x, most_y = max(row["tau"] for row in told) * 1.12, max(row["speedup"] for row in told) * 1.12
-    lowest = min([1.0, *(row["speedup"] for row in told)])
-    axes = Axes((min(0.9, 0.98 * min(row["tau"] for row in told)), max(most_x, 1.5)), (lowest * 0.9, max(most_y, 1.3)))
-    points: list[dict[str, Any]] = []
-    taken: list[tuple[float, float, float, float]] = []
+    figure, panel = _panel("tau: tokens per target forward", "speedup over plain decoding")
     for row in told:
-        taken.append((axes.x(row["tau"]) - 5, axes.y(row["speedup"]) - 5, 10, 10))
-    costs = _costs(axes)
-    taken += [(line["x1"] - 90, line["y1"], 90, 16) for line in costs]
-    for row in sorted(told, key=lambda row: -row["speedup"]):
-        x, y = axes.x(row["tau"]), axes.y(row["speedup"])
-        label = _free_place(x, y, shown_name(row), axes, taken)
-        about = f"{shown_name(row)}, {setting_of(row)}: tau {row['tau']:.2f}, {row['speedup']:.2f}x"
-        points.append({"x": x, "y": y, "kind": kind(row), "name": shown_name(row), "about": about, "label": label})
-    return {**axes.view(), "points": points, "costs": costs, "one": axes.y(1.0)}
-
-
-def _costs(axes: Axes) -> list[dict[str, Any]]:
-    """Lines through the origin, as far as they are in the field: along each a step costs as much."""
-    found = []
+        panel.scatter(row["tau"], row["speedup"], color=COLORS[kind(row)])
+        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
+        panel.annotate(_label(shown_name(row)), (row["tau"], row["speedup"]), **place)
+    widest, highest = max(row["tau"] for row in told) * 1.1, max(row["speedup"] for row in told) * 1.15
     for cost in (1.0, 1.5, 2.0, 3.0):
-        low, high = max(axes.x_range[0], cost * axes.y_range[0]), min(axes.x_range[1], cost * axes.y_range[1])
-        if low < high:
-            ends = {"x0": axes.x(low), "y0": axes.y(low / cost), "x1": axes.x(high), "y1": axes.y(high / cost)}
-            found.append(ends | {"name": f"a step costs {cost:g}"})
-    return found
+        x = min(widest, cost * highest)
+        panel.plot([0, x], [0, x / cost], color="gray", linestyle=":", linewidth=0.8)
+        panel.text(x, x / cost, f"a step costs {cost:g}", fontsize=8, color="gray")
+    panel.set_xlim(min(0.9, *(row["tau"] for row in told)), widest)
+    panel.set_ylim(0, highest)
+    return figure
 
 
-def _free_place(
-    x: float, y: float, text: str, axes: Axes, taken: list[tuple[float, float, float, float]]
-) -> dict[str, Any] | None:
-    """Where a label beside a point covers nothing; None where it would."""
-    width = LABEL * len(text)
-    right, left = (x + 9, y - 7, width, 14), (x - 9 - width, y - 7, width, 14)
-    for box, anchor, at in (
-        (right, "start", (x + 9, y + 4)),
-        (left, "end", (x - 9, y + 4)),
-        ((x - width / 2, y - 23, width, 14), "middle", (x, y - 12)),
-        ((x - width / 2, y + 9, width, 14), "middle", (x, y + 20)),
-    ):
-        inside = axes.left <= box[0] and box[0] + box[2] <= axes.width - 2 and axes.top - 8 <= box[1]
-        if inside and not any(_meet(box, other) for other in taken):
-            taken.append(box)
-            return {"x": round(at[0], 1), "y": round(at[1], 1), "anchor": anchor}
-    return None
-
-
-def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    apart = one[0] + one[2] <= other[0] or other[0] + other[2] <= one[0]
-    return not (apart or one[1] + one[3] <= other[1] or other[1] + other[3] <= one[1])
-
-
-def curves(
-    lines: list[tuple[str, str, list[tuple[float, float]]]], x_label: str, y_label: str, from_zero: bool = True
-) -> dict[str, Any] | None:
-    """Lines through points: of each a name, a remark for the pointer, and the points. None where there are none."""
-    lines = [line for line in lines if line[2]]
+def curves(lines: list[Line], x_label: str, y_label: str) -> Figure | None:
+    """Return a line through the points of every name; None if there are no points."""
+    lines = [line for line in lines if line[1]]
     if not lines:
         return None
-    xs, ys = ([point[i] for _, _, points in lines for point in points] for i in range(2))
-    low, high = (min(xs), max(xs)) if max(xs) > min(xs) else (min(xs) - 0.5, max(xs) + 0.5)
-    axes = Axes(
-        (low, high), (0.0 if from_zero else 0.95 * min(ys), 1.05 * max(max(ys), 1e-9)), height=340.0, whole=True
-    )
-    found = []
-    for index, (name, about, points) in enumerate(lines):
-        places = [(axes.x(x), axes.y(y)) for x, y in points]
-        color = index if index < COLORS else COLORS
-        found.append({"name": name, "about": about, "color": color, "points": places})
-    return {**axes.view(), "lines": found, "x_label": x_label, "y_label": y_label}
+    figure, panel = _panel(x_label, y_label)
+    for name, points in lines:
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_label(name))
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_ylim(bottom=0)
+    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    return figure
 
 
-def steps_of_time(rows: list[Row]) -> list[dict[str, Any]]:
-    """A step's milliseconds by row, stacked, in percent of the longest step."""
+def acceptance(rows: list[Row]) -> Figure | None:
+    """Return the joint acceptance of every row by number of draft tokens."""
+    with_drafts = sorted((row for row in rows if row.get("joint_alpha")), key=lambda row: -(row["tau"] or 0.0))
+    lines = [(shown_name(r), [(n + 1.0, share) for n, share in enumerate(r["joint_alpha"][:16])]) for r in with_drafts]
+    return curves(lines, "draft tokens", "share of drafts with at least this many accepted")
+
+
+def throughput(report: dict[str, Any]) -> Figure | None:
+    """Return tokens/s of every method by batch size; None for one batch size."""
+    if not isinstance(report["environment"]["batch"], list):
+        return None
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in report["rows"]:
+        if row["tokens_per_second"] is not None:
+            name = f"{shown_name(row)}, T = {row['temperature']:g}"
+            lines.setdefault(name, []).append((float(row["batch"]), row["tokens_per_second"]))
+    return curves(list(lines.items()), "prompts decoded together", "tokens/s of all of them")
+
+
+def step_times(rows: list[Row]) -> Figure | None:
+    """Return the milliseconds of a step of every row, divided into draft, verify and the rest."""
     told = [row for row in rows if row["draft_ms"] is not None and row["verify_ms"] is not None]
-    longest = max((_step_ms(row) for row in told), default=0.0)
-    found = []
-    for row in told:
-        total = _step_ms(row)
-        parts = [(name, row[f"{name}_ms"], round(100 * row[f"{name}_ms"] / longest, 2)) for name in PARTS]
-        host = None if row["overhead"] is None else row["overhead"] * total
-        found.append(
-            {"name": shown_name(row), "parts": parts, "total": total}
-            | {"host": host, "host_width": round(100 * (host or 0.0) / longest, 2), "prefill": row["prefill_ms"]}
-            | {"a_token": None if not row["tau"] else number(total / row["tau"], 2)}
-        )
-    return found
+    if not told:
+        return None
+    figure, panel = plt.subplots(figsize=(7.2, 0.8 + 0.35 * len(told)))
+    left = [0.0] * len(told)
+    for part, color in PARTS.items():
+        widths = [row[f"{part}_ms"] or 0.0 for row in told]
+        panel.barh(range(len(told)), widths, left=left, color=color, height=0.7, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, (row, total) in enumerate(zip(told, left, strict=True)):
+        a_token = f", {total / row['tau']:.2f} ms per token" if row["tau"] else ""
+        panel.text(total, place, f" {total:.2f} ms{a_token}", va="center", fontsize=8)
+    _names(panel, told)
+    panel.set_xlabel("milliseconds per step", fontsize=9)
+    panel.set_xlim(0, 1.4 * max(left))
+    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    return figure
 
 
-PARTS = ("draft", "verify", "other")
-
-
-def _step_ms(row: Row) -> float:
-    return float(sum(row[f"{name}_ms"] or 0.0 for name in PARTS))
+def _panel(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure, panel = plt.subplots(figsize=(7.2, 4.0))
+    panel.set_xlabel(x_label, fontsize=9)
+    panel.set_ylabel(y_label, fontsize=9)
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure, panel

@@ -1,4 +1,4 @@
-"""The page of what a GPU had to show: its parts, its goals, what was measured and whether it was enough."""
+"""The page of eval.gpu: its parts, its goals, the measured figures; without torch."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from drafters.cli.program import command
+from eval.report.tables import table
 
 
 @dataclass(frozen=True)
 class Section:
-    """One process, or a few in a row.
+    """One part: a few commands in a row.
 
     Attributes:
-        name: also its folder's, in the output folder. about: what it is for.
-        commands: run from the checkout's root; ``{out}`` is the part's folder. The last one is what is measured.
-        result: the JSON that it leaves in its folder.
+        name: also the name of its folder in the output folder. about: its purpose.
+        commands: run from the checkout's root; ``{out}`` is the part's folder. The last command measures.
+        result: the JSON file that it writes into its folder.
         seconds: its time limit.
-        needs: modules that are not among the ones every part needs.
+        needs: modules that not every part needs.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure of a part and the bound that it is held to; ``bound`` None: it is only reported."""
+    """A figure of a part and its bound; with ``bound`` None it is only reported."""
 
     part: str
     text: str
@@ -41,7 +42,7 @@ class Goal:
     form: str = "{:.2f}"
 
     def met(self, value: float | None) -> bool | None:
-        """Whether it was reached; None where there is nothing to hold it to."""
+        """Return whether the value reaches the bound; None without a value or bound."""
         if value is None or self.bound is None:
             return None
         return value >= self.bound if self.at_least else value <= self.bound
@@ -59,7 +60,7 @@ class Ending:
 
 
 def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
-    """What was measured, and whether the goal was met."""
+    """Return the measured figure, and whether the goal is met."""
     outcome = outcomes.get(goal.part)
     if outcome is None:
         return "", "not run yet"
@@ -79,15 +80,13 @@ def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, E
 
 
 def page(parts: Sequence[Section], goals: Sequence[Goal], out: Path, outcomes: dict[str, Ending]) -> str:
-    """Every goal, what was measured, and whether it was met; then the parts."""
-    from eval.report.page import table  # torch comes with it, and whoever only lists the parts need not wait
-
+    """Return a table of the goals and a table of the parts."""
     rows = []
     for goal in goals:
         bound = "" if goal.bound is None else f"{'≥' if goal.at_least else '≤'} {goal.form.format(goal.bound)}"
         rows.append([goal.part, goal.text, bound, *judge(goal, parts, out, outcomes)])
     reached, wanted = sum(row[-1] == "yes" for row in rows), sum(goal.bound is not None for goal in goals)
-    lines = ["# What a GPU had to show", "", f"`{command()}`", ""]
+    lines = ["# Goals on a GPU", "", f"`{command()}`", ""]
     lines += [*table(["part", "figure", "goal", "measured", "met"], rows, 2), ""]
     lines += [f"{reached} of {wanted} goals met.", ""]
     rows = []

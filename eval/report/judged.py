@@ -1,75 +1,103 @@
-"""What the target says of the outputs: perplexity, and whether rounding explains where greedy ones part.
+"""Figures of outputs beyond the runs: perplexity, divergences that rounding explains, coverage of a draft vocabulary.
 
-The journal keeps it, so that a report can be made again without the model.
+The journal keeps them, so that a report can be made again without the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from drafters import TargetModel
+from drafters.model.draft_head import TextTokens
 from eval.figures import divergence
 from eval.figures.metrics import typical_run
-from eval.figures.perplexity import OutputPerplexity
+from eval.figures.scores import Scores
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
-from eval.report.rows import Key, outputs_by_prompt, outputs_of, rounds_by_key
+from eval.report.rows import Described, Rounds, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
 
 
 def judge(
     runs: list[Run],
-    described: dict[str, dict[str, Any]],
+    described: Described,
     baseline_label: str,
     prompts: list[Prompt],
     target: TargetModel,
     accuracy: Callable[[list[Run]], dict[str, Any]] = lambda outputs: {},
 ) -> list[dict[str, Any]]:
-    """By method, temperature and batch size: the ``figures`` that the report's row has besides those of its runs.
+    """Return the ``figures`` of every method at a temperature and batch size, except for methods that failed.
 
     Args:
-        described: the methods that have rows. Those that failed have no figures.
-        accuracy: of outputs, nothing where no suite judges them.
+        described: the methods that have rows.
+        accuracy: of outputs; empty if no suite judges them.
     """
     by_key = {
-        key: rounds for key, rounds in rounds_by_key(runs, len(prompts)).items() if _judged(key, rounds, described)
+        key: rounds
+        for key, rounds in rounds_by_key(runs, len(prompts)).items()
+        if key[2] in described and succeeded(rounds)
     }
     typical = {key: outputs_of([typical_run(of_prompt) for of_prompt in rounds]) for key, rounds in by_key.items()}
-    ids = [prompt.ids for prompt in prompts]
-    perplexity = OutputPerplexity(target, ids, chain(*typical.values()))
+    asked = [*typical.values(), *(outputs_of([*chain(*rounds)]) for key, rounds in by_key.items() if key[0] == 0)]
+    outputs = ((run.prompt, run.tokens) for run in chain(*asked))
+    scores = Scores(target, [prompt.ids for prompt in prompts], outputs)
     smallest = min(run.batch for run in runs)
-    greedy = [outputs_of([*chain(*rounds)]) for (temperature, *_), rounds in by_key.items() if temperature == 0]
-    partings: divergence.Partings | None = None
     found = []
     for (temperature, batch, label), rounds in by_key.items():
-        outputs = typical[temperature, batch, label]
-        figures = perplexity.describe(outputs)
-        if marks := accuracy(outputs):
+        figures = scores.perplexity(typical[temperature, batch, label])
+        if marks := accuracy(typical[temperature, batch, label]):
             figures["accuracy"] = marks
         if temperature == 0:
-            plain = typical[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
-            if partings is None:
-                said = ((run.prompt, run.tokens) for run in chain(*greedy))
-                partings = divergence.Partings(target, ids, [run.tokens for run in plain], said)
-            figures |= _exactness(rounds, plain, prompts, target, partings)
+            plain = typical[temperature, smallest, baseline_label]  # the batch size must not change an output
+            figures |= _exactness(outputs_by_prompt(rounds), plain, [prompt.id for prompt in prompts], scores)
         else:
             figures["exact_match"] = None
         found.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
     return found
 
 
-def _judged(key: Key, rounds: list[list[Run]], described: dict[str, dict[str, Any]]) -> bool:
-    """Those that failed, and those without a row, are not."""
-    return key[2] in described and all(run.failure is None for run in chain(*rounds))
-
-
-def _exactness(
-    rounds: list[list[Run]], plain: list[Run], prompts: list[Prompt], target: TargetModel, partings: divergence.Partings
-) -> dict[str, Any]:
-    rounds = outputs_by_prompt(rounds)
+def _exactness(rounds: Rounds, plain: list[Run], names: list[str], scores: Scores) -> dict[str, Any]:
     row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
-    ids, names = [prompt.ids for prompt in prompts], [prompt.id for prompt in prompts]
     try:
-        found = divergence.find_divergences(target, ids, names, rounds, plain, partings)
-    except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
+        found = divergence.find_divergences(scores, [run.tokens for run in plain], names, rounds)
+    except Exception as error:  # for example out of memory: the measurements are more important
         return row | {"divergences": divergence.unavailable(rounds, plain, error)}
-    return row | {"divergences": divergence.summary(found, len(prompts))}
+    return row | {"divergences": divergence.summary(found, len(names))}
+
+
+def add_coverage(
+    judged: Sequence[dict[str, Any]],
+    runs: Sequence[Run],
+    known: Mapping[str, TextTokens],
+    prompts: Sequence[Prompt],
+) -> None:
+    """Add to the figures of methods with a pruned vocabulary the share of their outputs' tokens that it contains.
+
+    The vocabulary grows with the text, so each token is looked up at the start of its step. A prompt's first token is
+    left out, because prefill gives it. Batches have no figure, because their rows share the tokens of all texts.
+
+    Args:
+        judged: see ``eval.report.judged``. known: by label, a method's vocabulary before any text.
+        prompts: the measured prompts.
+    """
+    for row in judged:
+        if (vocabulary := known.get(row["drafter"])) is not None and row["batch"] == 1:
+            place = row["drafter"], row["temperature"], row["batch"]
+            own = [run for run in runs if (run.method, run.temperature, run.batch) == place]
+            found = [there for run in own for there in _drafted(vocabulary.anew(), prompts[run.prompt].ids, run)]
+            if found:
+                row["figures"] |= {"draft_vocab": len(vocabulary), "draft_vocab_coverage": sum(found) / len(found)}
+
+
+def _drafted(vocabulary: TextTokens, prompt: Sequence[int], run: Run) -> list[bool]:
+    """Return for each token except the first whether it could be drafted."""
+    found = list[bool]()
+    steps = [step.committed for step in run.trace.steps] if run.trace else [1] * (len(run.tokens) - 1)
+    text = [*prompt, *run.tokens[:1]]
+    rows, at = [text], 1
+    for count in steps:
+        vocabulary.read(rows)
+        new = run.tokens[at : at + count]
+        found += [token in vocabulary for token in new]
+        text += new
+        at += count
+    return found

@@ -1,34 +1,33 @@
-"""How a certificate of losslessness looks; ``markdown`` makes the page of nothing but the JSON."""
+"""The page of a certificate of losslessness, made from its JSON."""
 
 from typing import Any
 
-from eval.report.page import machine_line, number, run_again, software_line, table, target_line
+from eval.figures.certificate import LOSSLESS, LOSSY, NOT_LOSSLESS, UNDECIDED
+from eval.report.tables import machine_line, number, run_again, software_line, table, target_line
 
-LOSSLESS, NOT_LOSSLESS = "lossless", "not lossless"
-UNDECIDED, LOSSY = "not shown", "lossy by design"
 SHOWN_DIVERGENCES = 20
 STATEMENTS = {
-    LOSSLESS: "nothing that it would have noticed is wrong",
+    LOSSLESS: "the tests found no difference",
     NOT_LOSSLESS: "its output is not the target's",
-    UNDECIDED: "nothing is wrong, and too little was tested",
-    LOSSY: "it may change the target's output, on purpose: there is nothing to certify",
+    UNDECIDED: "no difference found, but too little was tested",
+    LOSSY: "the method may change the target's output: there is nothing to certify",
 }
 ABOUT = """\
-Greedy: every token against the argmax of transformers' own model, given the whole text before it. A difference is
-explained where both logits lie so close that rounding decides.
+Greedy: every token is compared with the argmax of transformers' own model, given the whole text before it. Rounding
+explains a difference if both logits are so close that it decides.
 
-Sampled: of every token, the place that it takes on [0, 1) when the vocabulary is laid out there, each token as long as
-the target's probability of it given the text before. Places of tokens that are drawn from the target are uniform and
-independent, whatever was drafted; each line is one test of that (chi-square, 8 bins), laid out by falling probability
-of the target, or by how much likelier the draft held a token than the target does. Lines are of tokens that were chosen
-by what was known before they were drawn. *would have caught*: the total variation between the places' distribution and
-the uniform one that this test finds with a probability of {power:.0%}. What averages out over the tokens of a line
-and within an eighth of the scale shows in none. Bonferroni: *p* is the smallest p-value times the number of tests, and
-a lossless drafter fails with a probability of {alpha:g} or less."""
+Sampled: the vocabulary is laid out on [0, 1), each token with the length of its probability under the target given the
+text before; a token's place is a uniform point in its piece. Places of tokens that are drawn from the target are
+uniform and independent, with any draft; each line is one chi-square test of that with 8 bins. Tokens are laid out by
+falling probability of the target, or by the ratio of the draft's probability to the target's. Lines are chosen by what
+was known before their tokens were drawn. *would have caught*: the total variation between the places and the uniform
+distribution that this test finds with a probability of {power:.0%}. Differences that cancel out over the tokens of a
+line, or within an eighth of the scale, show in none. Bonferroni: *p* is the smallest p-value times the number of tests;
+a lossless drafter fails with a probability of at most {alpha:g}."""
 
 
 def verdict_line(found: dict[str, Any]) -> str:
-    """One line: the verdict, and what it rests on."""
+    """Return the verdict and its figures in one line."""
     name, sampled = found["drafter"]["name"], found["sampled"]
     line = f"{name}: {found['verdict']} ({STATEMENTS[found['verdict']]})"
     if sampled is None:
@@ -36,12 +35,12 @@ def verdict_line(found: dict[str, Any]) -> str:
     distance = next((test["distance"] for test in sampled["tests"]), None)
     return (
         f"{line}; sampled p = {sampled['p_value']:.2g} on {sampled['tokens']:,} tokens, a total variation of "
-        f"{number(distance, 3)} would have been caught with {sampled['power']:.0%}"
+        f"{number(distance, 3)} would have been found with a probability of {sampled['power']:.0%}"
     )
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """``lossless.md``."""
+    """Return ``lossless.md``."""
     facts, sampled = found["environment"], found["sampled"]
     lines = [f"# {found['drafter']['name']}: {found['verdict']}", "", f"**{verdict_line(found)}.**", ""]
     lines += [f"- **{reason}**" for reason in found["reasons"]]

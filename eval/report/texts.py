@@ -1,4 +1,4 @@
-"""The outputs as text, token by token, for the page; whatever a model wrote is shown, and none of it is obeyed."""
+"""The outputs as text, token by token, for ``report.html``: everything a model wrote is shown, nothing is executed."""
 
 import json
 import unicodedata
@@ -8,17 +8,18 @@ from typing import Any
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
 from eval.report.rows import outputs_of
+from eval.report.tables import kind, shown_name
 
-MOST = 4_000_000  # bytes of all texts together: a page that a browser opens at once
+MOST = 4_000_000  # bytes of all texts together, which a browser opens at once
 LONGEST_CHARACTER = 8  # tokens that may make one character; more are shown as they are
-SHOWN_AS_THEY_ARE = "\n\t\u200c\u200d"  # the last two join letters of several scripts
+UNCHANGED = "\n\t\u200c\u200d"  # the last two join letters of several scripts
 
 
 def visible(text: str) -> str:
-    """The text with everything that would not be seen, or would turn its neighbours round, written out.
+    """Return the text with characters written out that are invisible or change the direction of others.
 
-    Control characters become their pictures (``\\x00``: U+2400), others (zero width, direction overrides, halves of
-    surrogate pairs, line separators, private use) their code in angle brackets. Nothing is left out.
+    Control characters become their pictures (``\\x00``: U+2400); others (zero width, direction overrides, surrogate
+    halves, line separators, private use) become their code in angle brackets.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -26,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def _visible(character: str) -> str:
-    if character in SHOWN_AS_THEY_ARE or character.isprintable():
+    if character in UNCHANGED or character.isprintable():
         return character
     code = ord(character)
     if code < 0x20:
@@ -39,16 +40,13 @@ def _visible(character: str) -> str:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int], start: int = 0) -> list[str]:
-    """The text of every token from ``start`` on; of several that make one character, the last has it.
-
-    Together they are the text of all.
-    """
+    """Return the text of every token from ``start`` on; if several tokens make one character, the last has it."""
     found: list[str] = []
     before, read = max(start - LONGEST_CHARACTER, 0), start
     for end in range(start + 1, len(ids) + 1):
         known, text = (_decoded(tokenizer, ids[before:place]) for place in (read, end))
         if read == start:
-            known = known.rstrip("\ufffd")  # a character that began before: it is whole only here
+            known = known.rstrip("\ufffd")  # a character that began before ``start`` is complete only here
         whole = not text.endswith("\ufffd") or end == len(ids) or end - read >= LONGEST_CHARACTER
         found.append(visible(text[len(known) :]) if whole else "")
         if whole:
@@ -64,9 +62,10 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 def make_texts(
     runs: list[Run], described: dict[str, dict[str, Any]], baseline_label: str, prompts: list[Prompt], tokenizer: Any
 ) -> dict[str, Any]:
-    """Prompts and outputs of the first round and the smallest batch, of as many prompts as ``MOST`` bytes hold.
+    """Return prompts and outputs of the first round and the smallest batch, up to ``MOST`` bytes.
 
-    An output has ``same``, how many of its tokens are plain decoding's, and ``rest``, the text of those after them.
+    An output has ``same``, the number of its first tokens that are plain decoding's, and ``rest``, the text of the
+    others.
     """
     batch = min(run.batch for run in runs)
     by_prompt: list[list[Run]] = [[] for _ in prompts]
@@ -76,11 +75,8 @@ def make_texts(
     found: list[dict[str, Any]] = []
     size = 0
     for prompt, outputs in zip(prompts, by_prompt, strict=True):
-        one: dict[str, Any] = {
-            "id": prompt.id,
-            "category": prompt.category,
-            "prompt": visible(_decoded(tokenizer, prompt.ids)),
-        }
+        shown = visible(_decoded(tokenizer, prompt.ids))
+        one: dict[str, Any] = {"id": prompt.id, "category": prompt.category, "prompt": shown}
         one["outputs"] = _outputs(outputs, baseline_label, tokenizer)
         size += len(json.dumps(one))
         if size > MOST and found:
@@ -94,8 +90,52 @@ def _outputs(runs: list[Run], baseline_label: str, tokenizer: Any) -> list[dict[
     found = []
     for run in runs:
         base = plain[run.temperature] if run.method != baseline_label else []
-        same = next((n for n, (a, b) in enumerate(zip(run.tokens, base, strict=False)) if a != b), None)
-        same = min(len(run.tokens), len(base)) if same is None else same
+        common = min(len(run.tokens), len(base))
+        same = next((n for n in range(common) if run.tokens[n] != base[n]), common)
         one: dict[str, Any] = {"drafter": run.method, "temperature": run.temperature, "same": same}
         found.append(one | {"rest": pieces(tokenizer, run.tokens, same)})
     return found
+
+
+def page_data(rows: list[dict[str, Any]], texts: dict[str, Any], runs: list[Run]) -> dict[str, Any]:
+    """Return the data of the page's script: every output's tokens and the steps that committed them.
+
+    An output's ``steps`` are triples: tokens committed, drafted tokens among them, index of the drafter in ``sources``.
+    """
+    first = [run for run in runs if run.round == 0 and run.batch == texts["batch"]]
+    made = {(run.method, run.temperature, run.prompt): run for run in outputs_of(first)}
+    by_key = {(row["drafter"], row["temperature"]): row for row in rows if row["batch"] == texts["batch"]}
+    sources: dict[str, int] = {}
+    shown = []
+    for index, prompt in enumerate(texts["shown"]):
+        outputs = []
+        for output in prompt["outputs"]:
+            key = output["drafter"], output["temperature"]
+            if key in by_key:
+                one = _with_steps(output, by_key[key], made[*key, index], prompt["id"], sources)
+                outputs.append((-(by_key[key]["speedup"] or 0.0), one))
+        outputs.sort(key=lambda pair: pair[0])
+        place = {"id": visible(prompt["id"]), "category": visible(prompt["category"] or ""), "prompt": prompt["prompt"]}
+        shown.append(place | {"outputs": [one for _, one in outputs]})
+    return {"prompts": shown, "left_out": texts["prompts"] - len(shown), "sources": [visible(name) for name in sources]}
+
+
+def _with_steps(
+    output: dict[str, Any], row: dict[str, Any], run: Run, prompt: str, sources: dict[str, int]
+) -> dict[str, Any]:
+    steps = []
+    for step in run.trace.steps if run.trace is not None else []:
+        kept = min(step.accepted, step.committed)
+        steps += [step.committed, kept, sources.setdefault(step.source, len(sources)) if kept else 0]
+    each = (row.get("divergences") or {}).get("each") or []
+    parted = next((one for one in each if (one["prompt"], one["position"]) == (prompt, output["same"])), None)
+    return {
+        "name": visible(shown_name(row)),
+        "kind": kind(row),
+        "t": row["temperature"],
+        "same": output["same"],
+        "rest": output["rest"],
+        "first": run.first_tokens,
+        "steps": steps,
+        "parted": parted,
+    }

@@ -1,38 +1,73 @@
-"""What eval.roofline measures, one function each."""
+"""Targets with random weights, and the measurements of eval.roofline, one function each."""
 
 import random
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.config import Engine, Quantization
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.replay import ReplayDrafter
 from drafters.model.backend import most_likely
 from drafters.model.cache import cache_bytes
+from drafters.model.files import load_config_only, resolve_device, resolve_dtype
+from drafters.model.loading import check_memory
+from eval.configs import RooflineConfig
+from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, SIZES, check_shape
 
-if TYPE_CHECKING:
-    from eval.roofline import RooflineConfig
-
-COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes; beyond every cache
+COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes; larger than every cache
 NO_EOS: list[int] = []
 
 
+def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
+    """Return the configuration of a named shape; ValueError with the known ones if there is none."""
+    check_shape(shape)
+    if shape in PUBLISHED:
+        config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"), may_be_file=True)
+        config.max_position_embeddings = max_positions
+        return config
+    sizes = dict(zip(SIZES, LLAMAS[shape], strict=True))
+    return LlamaConfig(**sizes, max_position_embeddings=max_positions, tie_word_embeddings=False)
+
+
+def random_target(
+    shape: str,
+    max_positions: int,
+    dtype: str,
+    device: str | None = None,
+    engine: Engine | None = None,
+    quantize: Quantization | None = None,
+    seed: int = 0,
+    cache_tokens: tuple[int, int] = (0, 0),
+) -> TargetModel:
+    """Return a target of a named shape, made on the device; ``cache_tokens`` as in ``TargetModel.from_pretrained``."""
+    where = resolve_device(device)
+    config, kind = shape_config(shape, max_positions), resolve_dtype(dtype, where)
+    check_memory(shape, config, kind, [where], *cache_tokens)
+    torch.manual_seed(seed)
+    with torch.device(where):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=kind, attn_implementation="sdpa", trust_remote_code=False
+        )
+    return TargetModel(model, name=f"{shape} (random weights)", engine=engine, quantize=quantize)
+
+
 def copy_bandwidth(device: torch.device, tries: int = 9) -> float:
-    """Bytes a second read and written by a large copy, median of ``tries``."""
+    """Return the bytes per second that a large copy reads and writes, median of ``tries``."""
     source = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, tries)
 
 
 def read_bandwidth(device: torch.device, tries: int = 9) -> float:
-    """Bytes a second read by a large sum, by all threads, median of ``tries``: decoding hardly writes."""
+    """Return the bytes per second that a large sum reads with all threads, median of ``tries``."""
     source = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
     return source.nbytes / _median_seconds(source.sum, device, tries)
 
@@ -49,14 +84,14 @@ def _median_seconds(run: Callable[[], object], device: torch.device, tries: int)
 
 
 def bytes_per_step(target: TargetModel, context: int) -> dict[str, int]:
-    """What decoding one token must read: weights and cache."""
+    """Return the bytes of weights and cache that decoding one token must read."""
     return {"weights": target.bytes_read(), "cache": cache_bytes(target.config, 1, context, target.dtype)}
 
 
 def verification_seconds(
     target: TargetModel, context: int, rows: list[int], rounds: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Time of a forward over R rows after ``context`` tokens, LM head and argmax included, by R; sizes alternate."""
+    """Return the seconds of a forward over each number of rows, with LM head and argmax; sizes alternate."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(target.vocab_size, (1, context + max(rows)), generator=generator).to(target.device)
     cache = target.new_cache(1, context + max(rows))
@@ -81,11 +116,7 @@ def verification_seconds(
 
 
 def scaled(profile: list[float], depth: int, tau: float) -> list[float]:
-    """``profile`` with every rate raised to the one power that gives drafts ``depth`` deep this tau.
-
-    Raises:
-        ValueError: no power does.
-    """
+    """Return ``profile`` with all rates raised to one power, so that drafts of ``depth`` have this tau."""
 
     def tau_of(power: float) -> float:
         total, reach = 1.0, 1.0
@@ -97,7 +128,7 @@ def scaled(profile: list[float], depth: int, tau: float) -> list[float]:
     low, high = 1e-6, 64.0
     if not tau_of(high) <= tau <= tau_of(low):
         raise ValueError(
-            f"no scaling of the profile {profile} gives tau {tau} with drafts {depth} deep: give a tau between "
+            f"no power of the profile {profile} gives tau {tau} at draft depth {depth}: give a tau between "
             f"{tau_of(high):.2f} and {tau_of(low):.2f}, or rates above 0"
         )
     for _ in range(100):
@@ -106,8 +137,8 @@ def scaled(profile: list[float], depth: int, tau: float) -> list[float]:
     return [rate**low for rate in profile]
 
 
-def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is timed, by name; each call decodes once and returns its figures."""
+def methods(target: TargetModel, config: RooflineConfig) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the timed methods by name; each call decodes once and returns its figures."""
     generator = torch.Generator().manual_seed(config.seed)
     longest, new = max(config.batches), config.new_tokens
     prompts = torch.randint(target.vocab_size, (longest, config.context), generator=generator).tolist()
@@ -116,7 +147,7 @@ def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable
     chain = EagleDrafter(target, head, EagleOptions(tree="chain"))
     static = EagleDrafter(target, head, EagleOptions(tree="static"))
     profile = scaled(config.eagle_profile, 5, config.eagle_tau)
-    ours = {  # not the dynamic tree: its shape depends on confidences, and an untrained head's are all alike
+    ours = {  # no dynamic tree: its shape depends on confidences, and those of an untrained head are all equal
         "plain decoding": make_drafter("autoregressive", target),
         "EAGLE chain, replay": ReplayDrafter.from_options(target, inner=chain, profile=config.eagle_profile),
         "EAGLE static tree, replay": ReplayDrafter.from_options(target, inner=static, profile=profile),
@@ -132,7 +163,7 @@ def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable
         rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
         replayed = ReplayDrafter.from_options(target, inner=adapter, profile=rates)
         found[f"Kangaroo, exit {config.exit_layer}, replay"] = partial(_ours, target, replayed, prompts[:1], new)
-    if config.stock and config.quantize is None:  # which takes the stock layers' weights
+    if config.stock and config.quantize is None:  # quantising replaces the stock layers' weights
         found["stock generate"] = partial(_stock, target, prompts[0], new, False)
         if config.compiled or (config.compiled is None and target.device.type == "cuda"):
             found["stock generate, compiled static cache"] = partial(_stock, target, prompts[0], new, True)
@@ -157,18 +188,18 @@ def _ours(target: TargetModel, drafter: Drafter, prompts: list[list[int]], new_t
 
 
 def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool) -> dict[str, Any]:
-    """transformers' own decoding of the same tokens; its prefill is taken off by a run of one token."""
+    """Time transformers' own decoding of the same tokens, minus a run of one token for its prefill."""
     prompt = torch.tensor([ids], device=target.device)
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if compiled:
         compiling = CompileConfig()
-        compiling._compile_all_devices = True  # else it is not done on a CPU
+        compiling._compile_all_devices = True  # else a CPU is left out
         settings |= {"cache_implementation": "static", "compile_config": compiling}
 
     def seconds(count: int) -> float:
         wait(target.device)
         start = time.perf_counter()
-        # The same cache size for both, or each would be recompiled.
+        # Both runs need the same cache size, else each is recompiled.
         options = GenerationConfig(max_new_tokens=count, min_new_tokens=count, **settings)
         target.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options)
         wait(target.device)
@@ -176,13 +207,13 @@ def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool)
 
     try:
         both = seconds(1), seconds(new_tokens)
-    except Exception as error:  # a compiler that is missing or gives up must not cost the other figures
+    except Exception as error:  # a missing or failing compiler must not lose the other figures
         return {"batch": 1, "missing": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
     return {"batch": 1, "tokens_per_second": (new_tokens - 1) / (both[1] - both[0])}
 
 
 def add_ratios(rows: list[dict[str, Any]], floor: float) -> list[dict[str, Any]]:
-    """Speedup over plain decoding of the same batch, share of the roofline, share of the formula's limit."""
+    """Add the speedup over plain decoding of the same batch, and the shares of roofline and formula's limit."""
     plain = {row["batch"]: row for row in rows if row["method"].startswith("plain decoding")}
     for row in rows:
         base = plain[row["batch"]]
@@ -198,6 +229,6 @@ def add_ratios(rows: list[dict[str, Any]], floor: float) -> list[dict[str, Any]]
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

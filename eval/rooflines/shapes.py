@@ -1,4 +1,4 @@
-"""Well-known shapes of models: what a step costs does not depend on the weights."""
+"""Well-known model shapes: the cost of a step does not depend on the weights."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ LLAMAS = {
     "llama-500m": (1280, 3456, 22, 20, 20, 32000),
     "llama-1b": (2048, 8192, 16, 32, 8, 128256),
 }
-# published models, by their file in configs/shapes/
+# Published models by their file in configs/shapes.
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "shapes"
 PUBLISHED = {
     "llama-7b": "llama2-7b-chat",
@@ -27,6 +27,6 @@ PUBLISHED = {
 
 
 def check_shape(shape: str) -> None:
-    """Raise ValueError if there is no such shape; the message lists those there are."""
+    """Raise ValueError with the known shapes if there is no such shape."""
     if shape not in LLAMAS and shape not in PUBLISHED:
         raise ValueError(f"there is no shape {shape!r}; known: {', '.join([*LLAMAS, *PUBLISHED])}")

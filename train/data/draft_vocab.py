@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep.datastore import is_text
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.dialogues.reader import is_text
 from data_prep.store.manifest import MANIFEST
 from data_prep.store.reader import FeatureStore
 from drafters.common.files import read_text, replace_text

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from data_prep.common.progress import quiet_in_log_files
 from data_prep.common.ranks import find_rank, refuse_shared_map
+from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
-from data_prep.features import FeaturesConfig
-from data_prep.features_run import make_headers
+from data_prep.extraction.headers import make_headers
 from data_prep.store.reader import StoredDialogue, StoreManifest
 from drafters.config import validate
 from drafters.model.files import resolve_dtype
@@ -159,7 +159,7 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     rank = find_rank(None, None)  # torch.distributed is not started yet
     refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
     chat = load_tokenizer(config.target, config.revision, data.chat_template, date)
-    headers = make_headers(as_features_config(config, data), chat)
+    headers = make_headers(as_feature_keys(config, data), chat)
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         encoded = encode_split(source, chat, data.max_length, data.limit)
@@ -169,20 +169,19 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     return opened[0], opened[1]
 
 
-def as_features_config(config: TrainConfig, data: OnlineData) -> FeaturesConfig:
-    """The config of a data_prep.features run that would store these features."""
+def as_feature_keys(config: TrainConfig, data: OnlineData) -> FeatureKeys:
+    """The keys with which data_prep.features would store these features."""
     values = {
         "target": config.target,
         "revision": config.revision,
         "dtype": data.target_dtype,
         "chat_template": data.chat_template,
         "splits": {"train": data.train, "heldout": data.heldout},
-        "out": "nowhere",
         "exit_layers": list(config.taps),
         "max_length": data.max_length,
         "limit": data.limit,
     }
-    return validate(FeaturesConfig, values, source="data")
+    return validate(FeatureKeys, values, source="data")
 
 
 def load_target(config: TrainConfig, device: torch.device) -> TargetModel:

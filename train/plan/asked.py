@@ -3,10 +3,10 @@
 import time
 from itertools import islice
 
+from data_prep.answers.questions import Asked, draw
 from data_prep.common.ranks import Rank
+from data_prep.configs import MagpieConfig
 from data_prep.dialogues.reader import DroppedError
-from data_prep.magpie import MagpieConfig
-from data_prep.magpie_run import Asked, draw
 from drafters import TargetModel, make_drafter
 from drafters.config import validate
 from train.plan.configs import magpie

@@ -8,10 +8,10 @@ import torch
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import free_bytes
+from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import load_tokenizer, sample_split
 from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
-from data_prep.features import FeaturesConfig
-from data_prep.features_run import make_headers
+from data_prep.extraction.headers import make_headers
 from drafters.common.precision import fast_dtype
 from drafters.common.threads import cpu_cores
 from drafters.common.wording import dtype_name
@@ -135,8 +135,8 @@ def look_at_data(source: str, model: Model) -> Data:
     sample = sample_split(source, model.chat, model.longest, SAMPLE)
     if sample.usable < FEWEST:
         raise ValueError(f"--data {source}: {sample.describe()}; at least {FEWEST} usable dialogues are needed")
-    asked = {"target": model.name, "splits": {"train": source}, "out": "-", "max_length": model.longest}
-    header = make_headers(validate(FeaturesConfig, asked, "--data"), model.chat)["train"]
+    asked = {"target": model.name, "splits": {"train": source}, "max_length": model.longest}
+    header = make_headers(validate(FeatureKeys, asked, "--data"), model.chat)["train"]
     own = header.answers in ("own", "sampled")
     some, answers = sample.encoded.dialogues, max(sample.trained, 1)
     turns = round(sample.usable * sum(len(answer_spans(one)) for one in some) / sample.encoded.used)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.disk import source_bytes
-from data_prep.store.quantise import token_bytes
+from data_prep.store.manifest import token_bytes
 from drafters.common.wording import size_text
 from drafters.config import validate
 from drafters.hub.declared import Recipe

@@ -11,18 +11,17 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PretrainedConfig
 
-from data_prep.answers.ownership import WORDS
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import check_source
-from data_prep.features_run import make_headers
+from data_prep.extraction.headers import make_headers
+from data_prep.store.manifest import ANSWERS
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
-from drafters.model.adapter import BASE
 from drafters.model.files import load_config_only
-from drafters.model.loading import config_and_adapter
+from drafters.model.loading import BASE, config_and_adapter
 from drafters.model.weights import open_weights, weight_files
 from train.core.config import OnlineData, TrainConfig
-from train.data.online import OnlineFeatures, as_features_config
+from train.data.online import OnlineFeatures, as_feature_keys
 from train.preflight.workload import SAMPLE
 from train.run.inputs import open_inputs
 
@@ -131,7 +130,7 @@ def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
         return (
             f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
             f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
-            f"{WORDS[manifest.answers]}"
+            f"{ANSWERS[manifest.answers]}"
         )
 
     return report.check(split, lambda: FeatureStore.open(path), described)
@@ -163,7 +162,7 @@ def check_dialogues(report: Report, config: TrainConfig, local: TrainConfig) -> 
 
     def read() -> OnlineFeatures:
         chat = load_tokenizer(local.target, local.revision, data.chat_template)
-        headers = make_headers(as_features_config(local, data), chat)
+        headers = make_headers(as_feature_keys(local, data), chat)
         first = min(SAMPLE, data.limit or SAMPLE)
         encode_split(data.train, chat, data.max_length, first)
         heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from data_prep.common.disk import check_room
 from data_prep.common.ranks import find_rank
-from data_prep.store.quantise import token_bytes
+from data_prep.store.manifest import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.hub.declared import READERS

@@ -10,8 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers.ownership import WORDS
-from data_prep.store.manifest import StoreManifest
+from data_prep.store.manifest import ANSWERS, StoreManifest
 from train.core.config import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -104,4 +103,4 @@ def answers_line(found: dict[str, Any]) -> str:
     if found["warning"]:
         return f"warning: {found['warning']}"
     share = "" if found["own_share"] is None else f" ({found['own_share']:.1%} of their tokens are its greedy choice)"
-    return f"held-out answers: {WORDS[found['answers']]}{share}"
+    return f"held-out answers: {ANSWERS[found['answers']]}{share}"

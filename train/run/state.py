@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from data_prep.store.reader import file_sha256
+from data_prep.common.disk import file_sha256
 from drafters.common.files import replace_json, save_tensors
 from drafters.common.paths import readable
 from train.core.average import FILE as AVERAGE

@@ -1,0 +1,38 @@
+"""Load the target as a config's ``TargetKeys`` say."""
+
+from typing import TYPE_CHECKING
+
+from data_prep.common.progress import quiet_in_log_files
+from data_prep.common.ranks import Rank, refuse_shared_map
+from drafters.common.threads import fit_threads
+from drafters.common.wording import dtype_name
+from drafters.model.files import resolve_device, resolve_dtype
+from drafters.model.target import TargetModel
+
+if TYPE_CHECKING:
+    from data_prep.configs import TargetKeys
+
+
+def load_target(name: str, config: "TargetKeys", rank: Rank) -> TargetModel:
+    """The target ``name`` on this process's device, or over the GPUs of ``device_map``.
+
+    Raises ValueError as ``TargetModel.from_pretrained``, or if several processes share a machine's ``device_map``.
+    """
+    quiet_in_log_files()
+    fit_threads()
+    refuse_shared_map(rank, config.device_map)
+    device = rank.device(config.device) if config.device_map is None else config.device
+    target = TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
+    say_dtype(name, config.dtype, dtype_name(target.dtype), rank)
+    return target
+
+
+def say_dtype(target: str, asked: str, dtype: str, rank: Rank) -> None:
+    """Print, on the first rank, which dtype ``auto`` became."""
+    if asked == "auto" and rank.index == 0:
+        print(f"{target} runs in {dtype} (dtype: auto)")
+
+
+def dtype_here(config: "TargetKeys") -> str:
+    """The dtype in which the target of ``config`` runs on this machine."""
+    return dtype_name(resolve_dtype(config.dtype, resolve_device(config.device)))

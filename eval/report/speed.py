@@ -1,0 +1,190 @@
+"""From a speed config, or its journal, to a report: measure, judge the outputs, write all files."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data_prep.common.ranks import Rank
+from drafters.cli.program import Failure, keeping
+from drafters.common.files import replace_json, replace_text
+from drafters.hub.reports import REPORT, read
+from drafters.loop.state import until
+from eval.configs import SpeedConfig
+from eval.figures.accuracy import accuracy
+from eval.figures.divergence import tolerance_note
+from eval.figures.scores import quantisation_cost
+from eval.measure.engines import Engines
+from eval.measure.journal import END, RunJournal, read_runs
+from eval.measure.models import ALONE, Models, answer_ends, chat_of
+from eval.measure.runner import Run
+from eval.measure.speed import Session, conditions_of, measure_all, open_session
+from eval.prompts.files import files_sha256
+from eval.report.by_prompt import as_csv, flat, in_report
+from eval.report.charts import save, speedups
+from eval.report.html import html
+from eval.report.judged import add_coverage, judge
+from eval.report.page import markdown, print_table
+from eval.report.remarks import shortage_line
+from eval.report.rows import build, ending
+from eval.report.tables import say
+from eval.report.texts import make_texts
+
+PAGE, PICTURE, HTML = "report.md", "speedup.png", "report.html"
+TABLE, PROMPTS = "report.csv", "prompts.csv"
+
+
+class PictureError(Failure):
+    """The picture could not be drawn; the rest of the report is complete."""
+
+
+def measure_and_report(
+    config: SpeedConfig,
+    argv: list[str],
+    console: Console,
+    models: Models | None = None,
+    engines: Engines | None = None,
+    rank: Rank = ALONE,
+) -> dict[str, Any]:
+    """Measure, write the report and print its table; return the report.
+
+    Args:
+        models: of ``config.target``, if they are loaded already.
+        engines: other engines, which take turns with our methods.
+        rank: of several processes that share the prompts. The last to end writes the report; the others return {}.
+
+    Raises:
+        ValueError: something configured is missing or does not fit; raised before anything is measured.
+        MeasurementError: a needed method failed.
+        OSError: a file could not be written.
+        PictureError: only a picture or page is missing.
+    """
+    session = open_session(config, argv, console, models, engines, rank)
+    session.facts["divergence_tolerance"] = tolerance_note(session.models.target)
+    if shortage := shortage_line(session.prompts.describe()):
+        say(console, shortage, "bold red")
+    opening = RunJournal(config.out, session.identity(), session.facts, session.labels, rank)
+    with opening as journal, keeping(journal.kept):
+        for note in journal.notes:
+            say(console, note)
+        measure_all(session, journal, rank)
+        with journal.alone():
+            if journal.gather():
+                return _finish(session, journal, console)
+            told = f"{len(journal.runs):,} runs, this process's share, are measured; the last process writes the report"
+            say(console, told)
+            return {}
+
+
+def _finish(session: Session, journal: RunJournal, console: Console) -> dict[str, Any]:
+    """Judge the outputs in the journal and write the report."""
+    config, models, prompts, runs = session.config, session.models, session.prompts.measured, journal.runs
+    if models.target.quantize is not None:
+        plain = [run for run in runs if run.method == session.plain and run.round == 0]
+        texts = [prompts[run.prompt].ids + run.tokens for run in plain]
+        session.facts["quantisation"] = quantisation_cost(models.stock, models.target, texts)
+    tokenizer, eos = chat_of(config.target).tokenizer, answer_ends(config.target, models.target)
+
+    def marks(outputs: list[Run]) -> dict[str, Any]:
+        ended = [until(run.tokens, eos) for run in outputs]
+        answers = tokenizer.batch_decode(ended, skip_special_tokens=True)
+        cut = [tokens[-1] not in eos for tokens in ended]
+        return accuracy([prompts[run.prompt] for run in outputs], answers, cut, config.prompts.run_code)
+
+    known = session.described, session.plain, prompts
+    judged = judge(runs, *known, models.target, marks)
+    add_coverage(judged, runs, session.lineup.draft_vocabularies, prompts)
+    end = ending(session.facts, *known, judged, session.left_out, make_texts(runs, *known, tokenizer))
+    journal.end(end)
+    report = build(end, runs)
+    try:
+        write_report(report, config.out, journal)
+    finally:
+        print_table(report, console)  # on a full disk, the screen still has the figures
+    write_pages(report, end, runs, config.out, console)
+    return report
+
+
+def write_again(journal: Path, out: Path, console: Console) -> dict[str, Any]:
+    """Write all files of a journal's report, without models and prompts; return the report."""
+    runs, end = read_runs(journal)
+    if end is None:
+        raise ValueError(
+            f"{journal} has no line {END!r}, the last one that eval.speed writes: an earlier version wrote it, or it "
+            "is cut off; measure again with the command in report.md"
+        )
+    try:
+        report = build(end, runs)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{journal} is of another version of eval.speed ({type(error).__name__}: {error})") from None
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(report, out)
+    write_pages(report, end, runs, out, console)
+    return report
+
+
+def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
+    """Return the report in ``config.out`` if this config was measured with the same code, machine and files."""
+    file = config.out / REPORT
+    if not file.is_file():
+        return None
+    try:
+        report = read(file)
+        facts = report["environment"]
+        same = facts["config"] == config.model_dump(mode="json")
+        same = same and facts["prompt_set"]["sha256"] == files_sha256(config.prompts.read_files)
+        same = same and all(facts[name] == value for name, value in conditions_of(config).items())
+    except (ValueError, KeyError, TypeError):
+        return None  # of another program or version: measured again and replaced
+    return report if same else None
+
+
+def measure_once(
+    config: SpeedConfig, argv: list[str], console: Console, models: Models
+) -> tuple[dict[str, Any], PictureError | None]:
+    """Measure one value of a sweep or search; return the report, and the error if its picture could not be drawn."""
+    try:
+        return measure_and_report(config, argv, console, models), None
+    except PictureError as error:
+        return read(config.out), error
+
+
+def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None = None) -> None:
+    """Write report.json (strict JSON: a NaN is an error), give the journal its final name, and write report.md.
+
+    The pictures and tables of an earlier report are deleted, because they show another run.
+    """
+    replace_json(out / REPORT, report)
+    if journal is not None:
+        journal.finish()
+    for name in (PICTURE, HTML, TABLE, PROMPTS):
+        (out / name).unlink(missing_ok=True)
+    replace_text(out / PAGE, markdown(report, Path(PICTURE)))
+
+
+def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], out: Path, console: Console) -> None:
+    """Write report.csv, prompts.csv, report.html and speedup.png, and print all names.
+
+    Args:
+        end: the last line of the journal. runs: the runs before it.
+    """
+    replace_text(out / TABLE, as_csv(flat(report["rows"])))
+    replace_text(out / PROMPTS, as_csv(in_report(end, runs)))
+    with drawing(out / REPORT, out / PAGE, HTML):
+        replace_text(out / HTML, html(report, end["texts"], runs))
+    with drawing(out / REPORT, out / PAGE):
+        save(speedups(report), out / PICTURE)
+    say(console, ", ".join(str(out / name) for name in (HTML, PAGE, REPORT, PICTURE, TABLE, PROMPTS)))
+
+
+@contextlib.contextmanager
+def drawing(data: Path, page: Path, what: str = "the picture") -> Iterator[None]:
+    """Turn any error while ``what`` is drawn into a PictureError that says the other files are complete."""
+    try:
+        yield
+    except Exception as error:
+        raise PictureError(
+            f"{what} could not be drawn ({type(error).__name__}: {error}); {data} and {page} are complete"
+        ) from error
