@@ -153,7 +153,7 @@ def test_padding_without_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     generation = target.model.generation_config
     monkeypatch.setattr(generation, "pad_token_id", 9)
     for padded in ([[9, 5], [6, 7]], [[9, 9, 5]], [[9, 9, 5], [9, 6, 7]]):
-        with pytest.raises(ValueError, match=r"row 0 of input_ids begins with 9.*give the tokenizer's attention_mask"):
+        with pytest.raises(ValueError, match=r"row 0 of input_ids begins with 9.*tokenizer's attention_mask"):
             made(padded)
     for text in ([[9, 5]], [[9, 5], [9, 6]], [[9, 5], [6, 7, 8]], [[5, 9], [6, 9]]):
         assert made(text) == len(text)

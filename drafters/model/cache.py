@@ -3,7 +3,7 @@
 Two things tell it from the caches of transformers. Where new rows go is said by the caller (``KVCache.at``), not read
 off a counter, so that the shallow layers of a model may run ahead of the deep ones (Kangaroo), and a rejected draft
 needs no clean-up: its rows lie beyond the length and are overwritten. And after a draft *tree* was verified,
-``commit`` keeps just the rows of the accepted path, wherever they lie.
+``commit`` keeps only the rows of the accepted path, in any slots.
 """
 
 import gc
@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from drafters.common.wording import size_text
 from drafters.model.files import collect_memory, free_memory
 
-SMALL = 1 << 26  # bytes that nobody asks about
+SMALL = 1 << 26  # bytes up to which free memory is not checked
 Views = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # each layer's keys, and its values
 
 
@@ -179,9 +179,7 @@ class KVCache:
 
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values up to the last of the rows that ``at`` gave slots to."""
-        if not self._seen[
-            0
-        ]:  # views of all layers at once: slicing costs microseconds, which every layer would pay again
+        if not self._seen[0]:  # views of all layers at once: slicing in every layer would cost microseconds each time
             self._seen = self.views(0, self._end)
         return self._seen[0][layer], self._seen[1][layer]
 
@@ -253,7 +251,7 @@ class CachePool:
 
     Args:
         spare: rows that each has beyond those asked for.
-        forget: called with free ones that are given up where memory is short: nobody may hold them any more.
+        forget: called with free ones that are given up when memory is short, so that no other reference to them stays.
     """
 
     def __init__(self, spare: int, forget: Callable[[list[Storage]], object] = lambda storages: None) -> None:
@@ -292,12 +290,12 @@ class CachePool:
         return cache
 
     def _made(self, *shape: Any) -> Storage:
-        """Another one; where memory is short, in the place of those that are free."""
+        """Allocate a storage; if memory is short, give up the free ones first."""
         with torch.inference_mode(False):
             try:
                 return Storage(*KVCache.for_config(*shape)._parts[0])
             except (ValueError, torch.OutOfMemoryError):
-                gc.collect()  # of caches that nobody knows any more, the memory is free with the others'
+                gc.collect()  # unreachable caches: their storages become free
                 if not any(self._free.values()):
                     raise
             for free in self._free.values():
@@ -311,7 +309,7 @@ class CachePool:
 def cache_bytes(
     config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, layers: int | None = None
 ) -> int:
-    """Bytes of a cache of ``capacity`` rows of each batch row, of all layers or of so many."""
+    """Bytes of a cache of ``capacity`` rows of each batch row, of all layers or of ``layers``."""
     kv_heads, head_dim = head_sizes(config)
     return 2 * (layers or config.num_hidden_layers) * batch * kv_heads * capacity * head_dim * dtype.itemsize
 

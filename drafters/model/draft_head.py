@@ -38,7 +38,7 @@ DRAFT_IDS_FILE = "draft_ids.json"
 class DraftHeadOptions(Config):
     """Options of a drafter that drafts through an LM head, the target's or its draft model's.
 
-    ``draft_vocab``: draft with the rows of so many tokens, the most frequent, as the checkpoint (or a draft model's
+    ``draft_vocab``: draft with the rows of this number of most frequent tokens, as the checkpoint (or a draft model's
     folder) lists them; null: with all. ``draft_text``: and with so many more, the latest of the tokens that the prompt
     and what was decoded have brought; null: 512. ``draft_dtype``: keep an int8 copy of those
     rows to draft with; of a learned head's own layers, too.
@@ -54,10 +54,10 @@ class DraftHead:
 
     Args:
         model: whose LM head it is. ids: ``[N]`` the tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
-        own: an LM head of the drafter's own, in the place of the model's.
+        own: the drafter's own LM head, used instead of the model's.
 
     Attributes:
-        reads: of wider states so many numbers, the first ones; None: features are as wide as they are.
+        reads: of wider states only the first ``reads`` numbers are used; None: all.
     """
 
     reads: int | None = None
@@ -146,7 +146,7 @@ class DraftHead:
         return q.new_zeros(*q.shape[:-1], self.model.vocab_size).index_copy_(-1, self.ids, q)
 
     def as_model(self) -> TargetModel:
-        """The model with this head in the place of its own: no token that was left out has any probability."""
+        """Return the model with this head as its LM head: tokens that were left out have probability 0."""
         if self._product is None:
             return self.model
         model = copy(self.model)

@@ -85,7 +85,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
-    """The tokenizer that lies beside a model.
+    """Return the tokenizer in a model's folder or repository.
 
     Raises:
         ValueError: there is none, or one with code of its own.
@@ -159,7 +159,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def collect_memory() -> None:
-    """Free what nobody knows any more (targets, their parts and graphs know each other), and what torch holds back."""
+    """Collect unreachable reference cycles (targets, their parts and graphs), then empty the CUDA cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

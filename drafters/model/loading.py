@@ -160,13 +160,13 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
 
 
 def layer_devices(model: Any) -> list[torch.device] | None:
-    """Where each decoder layer lies; None where the whole model lies together."""
+    """Return each decoder layer's device; None if the whole model is on one device."""
     found = [next(layer.parameters()).device for layer in model.model.layers]
     return found if len({weights.device for weights in model.parameters()}) > 1 else None
 
 
 def is_only_moved(module: nn.Module) -> bool:
-    """Whether accelerate's hook on a module, if any, does no more than move its inputs to where its weights are."""
+    """Return True if a module has no hook of accelerate's, or one that only moves inputs to the weights' device."""
     hook: Any = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,)) if hook is not None else ()
     return all(type(one).__name__ == "AlignDevicesHook" and not one.offload for one in hooks)

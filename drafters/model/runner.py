@@ -39,7 +39,7 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """In it, attention goes through ``KERNELS``; elsewhere than on CUDA as ever."""
+    """Context in which attention on CUDA goes through ``KERNELS``; nothing changes on other devices."""
     return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
 
 
@@ -193,7 +193,7 @@ class Runner:
         masks = {window: self._mask(rows, window, part.groups, hidden.dtype, causal) for window in part.windows}
         with attention_kernels(rows.device):
             hidden, collected = part.through(hidden, angles, masks, cache, taps)
-        if hidden.device != rows.device:  # what leaves lies where what entered does
+        if hidden.device != rows.device:  # output on the input's device
             hidden = hidden.to(rows.device)
         return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
 

@@ -189,7 +189,7 @@ class TargetModel:
     def fingerprint(self) -> str:
         """Tells targets apart: a hash of the architecture and of sampled weights, rounded to bf16.
 
-        Weights stored in bf16 or fp16 give one fingerprint in whatever dtype they are loaded.
+        Weights stored in bf16 or fp16 give the same fingerprint in every dtype they are loaded in.
         """
         if self._fingerprint is not None:
             return self._fingerprint
@@ -214,7 +214,7 @@ class TargetModel:
         return self._lm_head if isinstance(self._lm_head, Product) else None
 
     def new_cache(self, batch: int, capacity: int, layers: int | None = None) -> KVCache:
-        """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of so many like them.
+        """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of ``layers`` like them.
 
         Raises:
             ValueError: the memory does not suffice.
