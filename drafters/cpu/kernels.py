@@ -135,7 +135,7 @@ def most_likely(logits: Tensor) -> Tensor | None:
 class _HugePages:
     """Memory in pages of 2 MB, handed out piece by piece; a block is freed with its last piece.
 
-    A step that reads hundreds of megabytes spends a tenth of its time on looking up pages of 4 KB.
+    A step that reads hundreds of megabytes spends a tenth of its time on page lookups with pages of 4 KB.
     """
 
     PAGE, BLOCK, ADVICE = 1 << 21, 1 << 25, 14  # bytes, bytes, MADV_HUGEPAGE

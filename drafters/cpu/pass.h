@@ -1,5 +1,5 @@
 // One pass of an EAGLE head over a few nodes of one sequence's draft: what goes in, its decoder layer, the LM head's rows
-// that drafting takes, and the likeliest of them. As torch's operations it takes twice as long.
+// that drafting takes, and the likeliest of them. torch's operations take twice the time.
 
 #pragma once
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drafters.model.target import TargetModel
 
 ROWS, PROMPT = 12, 4  # rows of the check, and how many of them are the prompt
-WINDOW = 4  # sliding windows are cut to so many rows meanwhile, so that they matter within ``ROWS``
+WINDOW = 4  # rows of a sliding window during the check, so that it matters within ``ROWS``
 LOGITS = 1000.0  # the largest logit of the recorded forward: a cap or a scale changes it visibly
 
 Seen = dict[Any, tuple[Tensor, Tensor]]  # layer number, "norm" or "head" -> what entered and left it, [1, R, ...]

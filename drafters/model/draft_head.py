@@ -31,7 +31,7 @@ DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a te
 TEXT_ROWS = (
     512  # for the text's own tokens, unless told: a prompt of a thousand tokens seldom has as many that are rare
 )
-# Or a JSON list beside the weights of a draft model. Not safetensors: engines take all that lies there for weights.
+# Or a JSON list beside the weights of a draft model. Not safetensors: engines load all such files as weights.
 DRAFT_IDS_FILE = "draft_ids.json"
 
 
@@ -39,9 +39,8 @@ class DraftHeadOptions(Config):
     """Options of a drafter that drafts through an LM head, the target's or its draft model's.
 
     ``draft_vocab``: draft with the rows of this number of most frequent tokens, as the checkpoint (or a draft model's
-    folder) lists them; null: with all. ``draft_text``: and with so many more, the latest of the tokens that the prompt
-    and what was decoded have brought; null: 512. ``draft_dtype``: keep an int8 copy of those
-    rows to draft with; of a learned head's own layers, too.
+    folder) lists them; null: with all. ``draft_text``: number of further tokens, the latest of prompt and
+    answer; null: 512. ``draft_dtype``: draft with an int8 copy of those rows, and of a learned head's own layers.
     """
 
     draft_vocab: Vocabulary | None = Field(default=None, ge=1)
@@ -308,7 +307,7 @@ class TextTokens:
         self._start()
 
     def read(self, rows: Sequence[list[int]]) -> dict[int, int]:
-        """Take in what each row of tokens has come to have since the last call, or all of rows that are others.
+        """Read the tokens that each row gained since the last call; a row that changed is read again from its start.
 
         Returns:
             Place -> token, of the places that changed.

@@ -24,7 +24,7 @@ def load_head(
     Args:
         path: a drafter, or an adapter, which names the drafter that it is for.
         revision: of ``path``.
-        adapter: an adapter for the drafter ``path``, wherever the adapter itself looks for one.
+        adapter: an adapter for the drafter ``path``; the base that the adapter names is ignored.
 
     Raises:
         ValueError: as ``load_checkpoint`` does; or an adapter where a drafter belongs and the reverse, one of another

@@ -181,7 +181,7 @@ class Int4:
         return multiply(x, self.values, GROUP, self.scales_and_zeros)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Two values a byte ``[outputs, inputs / 2]`` -> the weight they stand for ``[outputs, inputs]``."""
+        """Unpack two values per byte: ``[outputs, inputs / 2]`` -> the weight ``[outputs, inputs]``."""
         pairs = torch.stack([values >> 4, values & 15], dim=-1).view(values.shape[0], -1, GROUP)
         scales, middles = (part.t()[..., None] for part in self.scales_and_zeros.unbind(-1))
         return ((pairs.to(scales.dtype) - 8) * scales + middles).view(values.shape[0], -1)

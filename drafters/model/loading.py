@@ -150,13 +150,13 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
         config = load_config_only(name, revision)
     except ValueError as error:
         bare = Path(name).is_dir() and not (Path(name) / "config.json").is_file()
-        if not bare and not isinstance(error.__cause__, OSError):  # it is there and no good, or nobody answers
+        if not bare and not isinstance(error.__cause__, OSError):  # a damaged file, or no answer from the Hub
             raise
         adapter = adapter_config(name, revision)
         if adapter is None:
             raise
         return load_config_only(adapter[BASE], adapter.get("revision")), adapter
-    return config, adapter_config(name, revision)  # beside a config.json, transformers would load it by itself
+    return config, adapter_config(name, revision)  # beside a config.json, transformers loads the adapter itself
 
 
 def layer_devices(model: Any) -> list[torch.device] | None:

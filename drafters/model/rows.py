@@ -1,4 +1,4 @@
-"""What the new rows of a forward see and where they stand: masks, biases, positions and slots all follow from it.
+"""The attention mask and positions of the new rows of a forward; biases and cache slots are derived from them.
 
 Behind the committed rows of a cache lie T = ``offset + R`` uncommitted ones: those that earlier forwards of the step
 wrote, and the R new ones.
@@ -22,7 +22,7 @@ _KEPT_VALUES = 1 << 18
 
 
 class Rows(NamedTuple):
-    """The new rows of a forward; as it stands, a chain.
+    """The new rows of a forward; by default a chain.
 
     Attributes:
         see: bool ``[B or 1, R, offset + R]``: which of the uncommitted rows each new one attends to, itself included

@@ -227,7 +227,7 @@ class TargetModel:
     ) -> FeatureOutput:
         """Features and taps of whole sequences ``[B, T]``, without a cache.
 
-        Rows may be padded on the right: attention is causal, so what stands left of the padding is unaffected
+        Rows may be padded on the right: attention is causal, so rows before the padding are unaffected
         (``lengths`` only documents where it starts; values beyond it are meaningless).
         """
         assert lengths is None or max(lengths) <= input_ids.shape[1]
@@ -241,7 +241,7 @@ class TargetModel:
         Args:
             given: ``[B, R]`` ids; or ``[B, R, H]``, the hidden states that enter layer ``start``.
             cache: where the rows' keys and values go; None attends within the R rows only.
-            rows: what they see and where they stand; as it is, a chain.
+            rows: their mask and positions; by default a chain.
             taps: hidden states to hand out, by the number of layers before them.
         """
         return FeatureOutput(*self.runner.run(self._part(start, None), [given], cache, rows, taps))
