@@ -165,7 +165,7 @@ template <class T>
 struct Attention {
     const T *queries, *keys, *values;
     const T *bias;        // [batch or 1, 1, rows, slots]; null: each new row sees the slots up to its own
-    const int64_t *ends;  // slots of each batch row that are in use, of which the new rows are the last
+    const int64_t *ends;  // slots of each batch row that are in use; the new rows are the last ones
     T *out;               // [batch, rows, key_heads * groups, D]
     int64_t batch, rows, key_heads, groups, query_batch, query_row, key_batch, key_head, bias_batch, bias_row;
     float scale;

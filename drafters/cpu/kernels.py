@@ -69,7 +69,7 @@ class FewRows:
 
         Args:
             queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new rows' included.
-            bias: ``[B or 1, 1, R or a multiple, slots]``, of which the first R are added; None: each row sees all
+            bias: ``[B or 1, 1, R or a multiple, slots]``; the first R rows are added; None: each row sees all
                 slots up to its own.
             ends: int64 ``[B]``, slots in use; the last R are the new rows'.
 

@@ -26,7 +26,7 @@ struct Forward {
     int64_t batch, rows, angle_batch, key_batch, key_head, bias_batch, bias_row;
 };
 
-constexpr int64_t FEW = 4;  // queries of a key head that are faster by vectors than by tiles, half of which they leave empty
+constexpr int64_t FEW = 4;  // up to this many queries of a key head, vectors are faster than half-empty tiles
 
 // RMSNorm, rounded once. -> [rows, width]
 inline void norm_in_team(Columns<const bf16> x, const bf16 *weight, float eps, Columns<bf16> to, int64_t rows, int64_t width) {

@@ -25,7 +25,7 @@ constexpr int64_t NEAR = 3 << 19;  // bytes of rows, beside which a cache of 2 M
 constexpr int SCALED = 16;  // rows, up to which a product in int4 scales sums, and not weights
 
 // Values [rows, width] by 32 columns: one row behind the other, or one block of columns [rows, 32] behind the other, as the
-// matrix unit likes them: whatever the width, a tile is 1 KB in one piece, and rows of a panel do not share a cache set.
+// matrix unit likes them: for every width, a tile is 1 KB in one piece, and rows of a panel do not share a cache set.
 template <class Value>
 struct Columns {
     Value *data;
@@ -198,7 +198,7 @@ inline void multiply_few(Columns<const bf16> x, const uint8_t *packed, uint8_t *
     for (int64_t step = std::max<int64_t>(steps - AHEAD, 0); step < steps; step++) add(step);
 }
 
-// Up to 32 rows (two tiles of them, from at[0] and at[1]) times 32 outputs; `fresh`: nobody has put the weight into `tiles` yet.
+// Up to 32 rows (two tiles of them, from at[0] and at[1]) times 32 outputs; `fresh`: the weight is not in `tiles` yet.
 template <class Kind, bool BOTH>
 void multiply_block(Columns<const bf16> x, const int64_t *at, const uint8_t *packed, uint8_t *tiles, bool fresh, int64_t steps,
                     Fetch &fetch, float (*sums)[16][OUT]) {
@@ -267,7 +267,7 @@ void multiply_panel(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles
     }
 }
 
-// Before and after a team's products, of tiles of up to so many rows.
+// Before and after a team's products; `rows` is the height of its tiles.
 inline void configure(int64_t tall) {
     struct alignas(64) Config {
         uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -425,7 +425,7 @@ void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<con
                    residual.data ? residual.at(row, panel) : nullptr, out.at(row, panel), wide);
         };
         const int64_t blocks = (rows + TALL - 1) / TALL;
-        // The first panel comes with the multiplication, the others during that of the one before, whatever it takes.
+        // The first panel comes with the multiplication, the others during the multiplication of the panel before.
         Fetch fetch{panel == begin ? packed : packed + bytes, packed + bytes + (panel + 1 < end ? bytes : 0)};
         if (panel == begin)
             for (fetch.lines = 1; fetch.at < std::min(fetch.end, packed + 8 * Kind::BYTES);) fetch.step();

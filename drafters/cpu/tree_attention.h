@@ -270,7 +270,7 @@ struct ByTiles {
     }
 };
 
-// The same for a prompt's many queries, each block of which goes over all slots.
+// The same for the many queries of a prompt; each block of queries goes over all slots.
 template <int D>
 void attend_prompt_in_team(const Attention<bf16> &a, Between &between) {
     using Way = ByTiles<D>;

@@ -1,4 +1,4 @@
-// Sixteen values at once, in float32 and bf16, in whatever registers the machine has.
+// Sixteen values at once, in float32 and bf16, in the registers of the machine.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Sixteen values, in whatever registers the machine has (an extension of GCC and clang).
+// Sixteen values, in the registers of the machine (an extension of GCC and clang).
 constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));

@@ -123,7 +123,7 @@ class DraftHead:
         """What it can draft, before any text; None: everything."""
         if self.ids is None:
             return None
-        return self._text.anew() if self._text is not None else TextTokens(self.ids.tolist(), [])
+        return self._text.fresh() if self._text is not None else TextTokens(self.ids.tolist(), [])
 
     def tokens(self, places: Tensor) -> Tensor:
         """The token ids of places among the logits, ``[...]`` both."""
@@ -330,7 +330,7 @@ class TextTokens:
         changed, self._changed = self._changed, {}
         return {self._first + place: token for place, token in changed.items()}
 
-    def anew(self) -> "TextTokens":
+    def fresh(self) -> "TextTokens":
         """The same before any text."""
         return TextTokens(self._frequent, self._spare, self._end)
 

@@ -1,6 +1,6 @@
 """Forwards of fixed shapes on buffers that never move, captured as CUDA graphs: one launch in place of hundreds.
 
-What changes from step to step (lengths, tokens, who sees whom) lies in small device buffers that are filled before a
+What changes from step to step (lengths, tokens, who sees whom) is in small device buffers that are filled before a
 replay; positions, slots and the attention bias are worked out from them inside the graph. Rows are padded to a few
 counts and the keys read to a few lengths, and every combination in use is captured once, when it is first met. On a CPU
 nothing is captured and the same code is simply run: that is how it is tested without a GPU.
@@ -67,7 +67,7 @@ class Captured:
     ) -> None:
         shape = rows.see.shape[:2]
         self.inputs = [torch.zeros((*shape, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in inputs]
-        # All that the graph knows by address only is kept here. Not the cache: its memory is lent anew once it is gone.
+        # Keep what the graph references by address. Not the cache: its memory is reused when it is gone.
         self.part, self.rows, self.storage, self.table, self.taps = part, rows, storage, table, taps
         self.replay: Callable[[], None] | None = None
         self.refused = False
@@ -109,7 +109,7 @@ class GraphRunner(FusedRunner):
                 alive._forget(storages)
 
         self.new_cache = partial(CachePool(MOST_ROWS, forget).take, model.config)
-        self._parts: WeakSet[Part] = WeakSet()  # of which something was captured
+        self._parts: WeakSet[Part] = WeakSet()  # parts with a captured graph
         self._pool: Any = None
         # For warming up, and for capturing. torch has 32, and deals them out in turn: those of a trial are taken over.
         self._streams: tuple[Any, Any] | None = None if trial is None else trial._streams
@@ -135,7 +135,7 @@ class GraphRunner(FusedRunner):
                 captured = Captured(part, buffers, inputs, cache.storage, table, taps)
             part.captured[key] = captured
             self._parts.add(part)
-        # Fill, capture on the first time, replay. What it gives is overwritten by the next replay: hence the copies.
+        # Fill, capture on the first time, replay. The next replay overwrites its output, so the output is copied.
         captured.fill(inputs, rows)
         if captured.replay is None and not captured.refused:
             captured.replay = self._capture(captured.forward, rows.device)

@@ -83,7 +83,7 @@ def add_coverage(
         if (vocabulary := known.get(row["drafter"])) is not None and row["batch"] == 1:
             place = row["drafter"], row["temperature"], row["batch"]
             own = [run for run in runs if (run.method, run.temperature, run.batch) == place]
-            found = [there for run in own for there in _drafted(vocabulary.anew(), prompts[run.prompt].ids, run)]
+            found = [there for run in own for there in _drafted(vocabulary.fresh(), prompts[run.prompt].ids, run)]
             if found:
                 row["figures"] |= {"draft_vocab": len(vocabulary), "draft_vocab_coverage": sum(found) / len(found)}
 
