@@ -267,7 +267,7 @@ void multiply_panel(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles
     }
 }
 
-// Before and after a team's products; `rows` is the height of its tiles.
+// Before and after a team's products; `tall` is the height of its tiles.
 inline void configure(int64_t tall) {
     struct alignas(64) Config {
         uint8_t palette = 1, start = 0, reserved[14] = {};
