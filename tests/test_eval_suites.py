@@ -214,7 +214,7 @@ def test_a_speed_run_takes_suites(
     given = ("--config", tmp_path / "speed.yaml", "--suite", f"{talk},{more}", f"prompts.data={tmp_path}")
     (tmp_path / "target" / "chat_template.jinja").rename(tmp_path / "chat.jinja")
     assert status(eval.speed.main, *given) == 1
-    assert "has no chat template; write one to its folder" in capsys.readouterr().err
+    assert "has no chat template; write the one that the target was tuned with" in capsys.readouterr().err
     given = (*given, f"target.chat_template={tmp_path / 'chat.jinja'}")
     assert status(eval.speed.main, *given, "warmup=1") == 0
     out = tmp_path / "out" / "talk+more"

@@ -20,7 +20,7 @@ from drafters import Drafter, TargetModel
 from drafters.config import Config
 from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.loop import acceptance
-from drafters.loop import generate as loop
+from drafters.loop import state as loop
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from drafters.loop.sampling import Sampling, draw_without_replacement
 from drafters.loop.state import DecodeState

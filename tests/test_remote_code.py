@@ -405,7 +405,6 @@ def test_a_template_runs_nothing(trap: Trap) -> None:
     escape = "{{ cycler.__init__.__globals__.os.mknod('" + str(trap.marker) + "') }}"
     tokenizer.chat_template = escape + "{% for message in messages %}{{ message.content }}{% endfor %}"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (result,) = ChatTokenizer(tokenizer, "trap").encode([messages])
-    assert isinstance(result, DroppedError)
-    assert "unsafe" in str(result)
+    with pytest.raises(DroppedError, match="unsafe"):
+        ChatTokenizer(tokenizer, "trap").render(messages)
     assert not trap.marker.exists()

@@ -21,7 +21,7 @@ from drafters.methods.kangaroo import KangarooAdapter
 from train import eagle
 from train.configs import EagleConfig
 from train.data.packing import Span
-from train.run import loop
+from train.run import limits
 from train.run.files import read_metrics
 from train.run.loop import TrainingDiverged
 
@@ -236,9 +236,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings: dict[str, Any]) -> No
 def test_minutes_end_a_run_in_order(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit that is ignored, that leaves no drafter, or that never lets the learning rate fall."""
     ticks = itertools.count()
-    monkeypatch.setattr(
-        loop, "time", SimpleNamespace(monotonic=lambda: 0.05 * next(ticks))
-    )  # a clock without surprises
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: 0.05 * next(ticks)))  # a regular clock
     out = Path(settings["out"])
     tiny_run.train_here("eagle", {**settings, "steps": None, "minutes": 0.1, "schedule": "cosine"})
     rates = [row["learning_rate"] for row in read_metrics(out) if "loss" in row]
