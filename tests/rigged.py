@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.config import HeadInputs
+from drafters.drafting.pending import PendingFeatures
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from drafters.model.cache import KVCache
 from drafters.model.rows import CHAIN, Rows
 from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
@@ -66,9 +68,9 @@ class OracleEagle(EagleDrafter):
 
     noise = 0.0
 
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+    def _prefill(self, state: DecodeState, output: FeatureOutput) -> tuple[KVCache, PendingFeatures]:
         self._phase = "prompt"
-        super().begin(state, output)
+        return super()._prefill(state, output)
 
     def propose(self, state: DecodeState) -> DraftTree:
         self._committed = [list(row) for row in state.tokens]
@@ -77,8 +79,10 @@ class OracleEagle(EagleDrafter):
         _, self._counts = self._pending.all()
         return super().propose(state)
 
-    def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
-        predicted = super()._extend(features, tokens, rows)
+    def _extend(
+        self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        predicted = super()._extend(features, tokens, rows, cache)
         if self._phase == "prompt":
             return predicted
         if self._phase == "committed":  # of what is taken in, only the prediction at each row's last token is used

@@ -44,7 +44,7 @@ class TorchPasses:
         found = self._head(self._predicted)[0].float().softmax(-1).topk(min(ranks, self._head.width), dim=-1)
         return Level(found.indices.tolist(), self._head.tokens(found.indices).tolist(), found.values.tolist())
 
-    def further(self, nodes: Nodes, ranks: int) -> Level:
+    def further(self, nodes: Nodes, ranks: int, below: list[int]) -> Level:
         device, rows, before = self._predicted.device, Rows(offset=nodes.before), nodes.before
         if not nodes.is_chain:
             see = torch.zeros(1, len(nodes.tokens), len(nodes.seen), dtype=torch.bool)
@@ -52,7 +52,7 @@ class TorchPasses:
                 see[0, row, others] = True
             depths = torch.tensor([[len(others) - 1 for others in nodes.seen]], device=device)
             rows = Rows(see.to(device), depths, before)
-        parents, places = (torch.tensor(part, device=device) for part in (nodes.parents, nodes.places))
+        parents, places = (torch.tensor(part, device=device) for part in (nodes.parents, below))
         self._predicted = self._extend(self._predicted[:, parents], places[None], rows)
         return self.first(ranks)
 
@@ -109,8 +109,8 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
         seen = seen + new
         ranks = [parents[:number].count(parent) for number, parent in enumerate(parents)]
         places, names = ([part[p][r] for p, r in zip(parents, ranks, strict=True)] for part in (one.places, one.tokens))
-        nodes = Nodes(parents, places, names, seen)
-        one, other = theirs.further(nodes, RANKS), ours.further(nodes, RANKS)
+        nodes = Nodes(parents, names, seen)
+        one, other = theirs.further(nodes, RANKS, places), ours.further(nodes, RANKS)
         assert torch.equal(theirs._predicted[0], ours._features)
     same(one, other)
     end = behind + rows + len(seen)

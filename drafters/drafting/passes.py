@@ -32,13 +32,12 @@ class Nodes(NamedTuple):
     """Candidates to extend.
 
     Attributes:
-        parents: for each, the row of the last level that it is a candidate of. places, tokens: as in ``Level``.
+        parents: for each, the row of the last level that it is a candidate of. tokens: of each.
         seen: for every node extended so far, these last, the numbers of the nodes that it attends to: its ancestors
             and itself.
     """
 
     parents: list[int]
-    places: list[int]
     tokens: list[int]
     seen: list[list[int]]
 
@@ -90,23 +89,21 @@ class OneCallPasses:
 
 def grow_planned(passes: OneCallPasses, plan: TreePlan, device: torch.device) -> DraftTree:
     """A tree of fixed shape, filled with the likeliest candidates of each node."""
-    rows, seen, tokens = {ROOT: 0}, list[list[int]](), list[int]()
-    numbers: dict[int, list[int]] = {ROOT: []}  # of an extended node: the nodes it attends to
-    extended = Nodes([], [], [], [])
+    tokens: list[int] = []  # of each node so far, in the plan's order
+    output_row = {ROOT: 0}  # of an extended node: its row in the latest pass
+    attends: dict[int, list[int]] = {ROOT: []}  # of an extended node: the uncommitted cache rows that it attends to
+    seen: list[list[int]] = []
+    extended = Nodes([], [], [])
     for level in range(plan.above[-1] + 1):
         nodes = [node for node in range(plan.size) if plan.above[node] == level]
         ranks = 1 + max(plan.ranks[node] for node in nodes)
-        found = passes.first(ranks) if not level else passes.further(extended, ranks)
-        at = [(rows[plan.parents[node]], plan.ranks[node]) for node in nodes]
-        tokens += [found.tokens[row][rank] for row, rank in at]
-        inner = [place for place, node in enumerate(nodes) if plan.children[node + 1]]
-        for place in inner:
-            numbers[nodes[place]] = [*numbers[plan.parents[nodes[place]]], len(seen)]
-            seen.append(numbers[nodes[place]])
-        chosen = [at[place] for place in inner]
-        places = [found.places[row][rank] for row, rank in chosen]
-        extended = Nodes(
-            [row for row, _ in chosen], places, [found.tokens[row][rank] for row, rank in chosen], list(seen)
-        )
-        rows = {nodes[place]: row for row, place in enumerate(inner)}
+        found = passes.further(extended, ranks) if level else passes.first(ranks)
+        tokens += [found.tokens[output_row[plan.parents[node]]][plan.ranks[node]] for node in nodes]
+        inner = [node for node in nodes if plan.children[node + 1]]  # the next pass extends these
+        for node in inner:
+            attends[node] = [*attends[plan.parents[node]], len(seen)]
+            seen.append(attends[node])
+        rows = [output_row[plan.parents[node]] for node in inner]
+        extended = Nodes(rows, [tokens[node] for node in inner], list(seen))
+        output_row = {node: row for row, node in enumerate(inner)}
     return DraftTree.from_parents(torch.tensor([tokens], device=device), plan.parents)

@@ -35,7 +35,7 @@ class EagleHead(nn.Module):
     """``fc`` over cat(embedding, feature), then a decoder layer, the target's or Llama's, without its input layernorm.
 
     No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
-    checkpoints. A head that ``reads`` tokens or features alone has no fc. ``bias``: of fc, as released heads for Vicuna
+    checkpoints. A head with one input only (token or feature) has no fc. ``bias``: of fc, as released heads for Vicuna
     and Llama 2 have one.
 
     Raises:
@@ -215,27 +215,28 @@ class EagleDrafter(LearnedDrafter):
         return options | optional | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
+        if self.policy is not None:  # measures with this drafter's own begin and propose
             self.policy.prepare(self, state.batch, state.sampling, state.longest)
         self._cache.release()  # so that its memory can be reused
-        self._cache = self.target.new_cache(state.batch, state.cache.capacity, layers=1)
-        prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
-        if any(prompts):
-            given = self._given(output.features[:, :-1], prompts, state)
-            self._extend(given, padded(prompts, self.target.device))
-            self._cache.commit_first([len(prompt) for prompt in prompts])
-        self._pending = PendingFeatures(output, state.prompt_lengths)
+        self._cache, self._pending = self._prefill(state, output)
         self.lm_head.read(state.tokens)
 
+    def _prefill(self, state: DecodeState, output: FeatureOutput) -> tuple[KVCache, PendingFeatures]:
+        """A cache with the prompts' rows, all but the last of each, and the features of the last ones."""
+        cache = self.target.new_cache(state.batch, state.cache.capacity, layers=1)
+        prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
+        if any(prompts):
+            given = self._given(output.features[:, :-1], prompts, state, cache)
+            self._extend(given, padded(prompts, self.target.device), cache=cache)
+            cache.commit_first([len(prompt) for prompt in prompts])
+        return cache, PendingFeatures(output, state.prompt_lengths)
+
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        whole, pending, policy = self._cache, self._pending, self.policy
-        self._cache, self.policy = KVCache.nothing(), None
-        self.begin(part, output)
+        cache, pending = self._prefill(part, output)
         for number, row in enumerate(rows):
-            whole.copy_row(row, self._cache, number)
-        self._cache.release()
-        pending.replace(rows, self._pending)
-        self._cache, self._pending, self.policy = whole, pending, policy
+            self._cache.copy_row(row, cache, number)
+        cache.release()
+        self._pending.replace(rows, pending)
 
     def propose(self, state: DecodeState) -> DraftTree:
         depth = state.longest_draft(self.depth)
@@ -252,7 +253,7 @@ class EagleDrafter(LearnedDrafter):
             passes = OneCallPasses(self._one_call, head, features[0], following[0], self._cache)
             return grow_planned(passes, self.plan, self.target.device)
         # Take in what was committed, with true features: (feature_i, token_{i+1}) up to the root.
-        given = self._given(features, following, state)
+        given = self._given(features, following, state, self._cache)
         predicted = last_of(self._extend(given, padded(following, self.target.device)), counts)[:, None]  # [B, 1, H]
         self._cache.commit_first(counts)
         if self.tree == "dynamic":
@@ -270,12 +271,11 @@ class EagleDrafter(LearnedDrafter):
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._pending.add(output, verdict)
 
-    def _given(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
+    def _given(self, features: Tensor, following: list[list[int]], state: DecodeState, cache: KVCache) -> Tensor:
         """True features ``[B, R, H]`` as the head takes them, given the tokens after each."""
         if self.inputs != UNSHIFTED:
             return features
-        starts = [self._cache.lengths[row] for row in range(state.batch)]
-        rows = zip(state.tokens, starts, following, strict=True)
+        rows = zip(state.tokens, cache.lengths, following, strict=True)
         own = [tokens[start : start + len(part)] for tokens, start, part in rows]
         return torch.cat([features, self.target.embed(padded(own, self.target.device))], dim=-1)
 
@@ -283,9 +283,10 @@ class EagleDrafter(LearnedDrafter):
         """``_extend`` by nodes that are given as places among the LM head's logits."""
         return self._extend(features, self.lm_head.tokens(places), rows)
 
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
+    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN, cache: KVCache | None = None) -> Tensor:
         """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``, unshifted with the rows' embeddings."""
-        predicted = self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
+        cache = self._cache if cache is None else cache
+        predicted = self.target.runner.run(self._head, [features, tokens], cache, rows)[0]
         if self.inputs != UNSHIFTED:
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)

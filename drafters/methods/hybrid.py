@@ -89,7 +89,8 @@ class HybridDrafter(Drafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         self._copies = self.lookup.retrieve_all(state)
-        if isinstance(self.policy, CopyPolicy) and isinstance(self.head.policy, ShapePolicy):
+        if self.policy is not None:
+            assert isinstance(self.head.policy, ShapePolicy)  # _check has refused others
             copies = self.policy.select(self._copies, state, other=self.head.policy.outlook(state))
             copied = any(copy.tokens for copy in copies)
         else:
@@ -100,13 +101,14 @@ class HybridDrafter(Drafter):
             draft = draft_of(copies, self.target.device)
             draft.extra.source = self.lookup.name
             return draft
-        draft = self._own = self.head.propose(state)
-        draft.extra.source = self.head.name
-        return self._with_copies(state, draft, copies) if self.one_tree else draft
+        self._own = self.head.propose(state)
+        draft = replace(self._own, extra=replace(self._own.extra, source=self.head.name))
+        if not self.one_tree:
+            return draft
+        return self._with_copies(state, draft, copies if self.policy is None else self._copies)
 
     def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Copy]) -> DraftTree:
         """Append nodes of the copies to the head's draft: the profitable ones, or all of ``copies``."""
-        copies = copies if self.policy is None else self._copies
         overlap = overlaps(draft, copies)
         if self.policy is not None:
             chosen = self.policy.beside(copies, overlap, draft.size, state)

@@ -1,8 +1,8 @@
 """How much of a copy to draft: as many copied tokens as are profitable, by how often such copies were right.
 
 A copied token is counted by the length of its match and by its share of the places found (``Copy``). Each step, the
-policy compares plain decoding, a head's draft and copies of every size. It takes the one with the most expected tokens
-beyond those that its time would give at the average pace (Dinkelbach 1967).
+policy compares plain decoding, a head's draft and copies of every size. It maximises expected tokens - pace * step
+time, where pace is the average number of tokens per unit of time: so it maximises tokens per second (Dinkelbach 1967).
 """
 
 from bisect import bisect_left
@@ -127,6 +127,7 @@ class CopyPolicy:
         curve = self._curve(state)
         ordered = [self.rates.chances(one) for one in found]
         unfinished, pace = max(state.finished.count(False), 1), self._tokens / self._time
+        # Dinkelbach: maximise tokens / time by maximising tokens - pace * time.
         best, count, chosen = other.tokens - pace * other.plain_steps, 0, other
         tokens = 1.0
         for place in range(min(max(map(len, ordered)), MOST)):

@@ -128,11 +128,10 @@ def prepare(drafter: "Drafter", batch: int, sampling: Sampling, longest: int) ->
     Args:
         longest: tokens of the longest text, prompt and answer.
     """
-    for one in (drafter, *drafter.parts):
-        if one.policy is not None:
-            one.policy.prepare(one, batch, sampling, longest)
-        if one is not drafter:
-            prepare(one, batch, sampling, longest)
+    if drafter.policy is not None:
+        drafter.policy.prepare(drafter, batch, sampling, longest)
+    for part in drafter.parts:
+        prepare(part, batch, sampling, longest)
 
 
 def context_limit(target: TargetModel, length: int) -> int:

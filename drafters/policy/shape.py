@@ -93,7 +93,7 @@ def accepted(hazards: Sequence[float]) -> list[float]:
 
 
 def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
-    """Nodes of the infinite tree of at most ``depth`` levels, the likeliest first, with their probabilities.
+    """Nodes of the full tree of ``depth`` levels and all ranks of ``table``, the likeliest first, with probabilities.
 
     A node never precedes its parent or an elder sibling, whose probabilities are no smaller.
     """
@@ -248,7 +248,9 @@ class ShapePolicy:
         choice.steps += 1
         explores = not choice.shape.paths and choice.steps % EXPLORE == 0
         shape = choice.explore if explores else choice.shape
-        choice.sums = [before + more for before, more in zip(choice.sums, (1.0, *shape[1:]), strict=True)]
+        choice.sums = [
+            before + more for before, more in zip(choice.sums, (1.0, shape.tokens, shape.plain_steps), strict=True)
+        ]
         return shape.paths
 
     def outlook(self, state: "DecodeState") -> Shape:
@@ -274,7 +276,7 @@ class ShapePolicy:
         return choice
 
     def _new_rates(self, sampling: Sampling) -> Rates:
-        """Those of another batch size, if there are any: acceptance does not depend on it."""
+        """The rates of another batch size, because acceptance does not depend on it; else the prior."""
         for (_, other), choice in self._choices.items():
             if other == sampling:
                 return choice.rates
