@@ -167,7 +167,9 @@ class Refilled:
 
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
         arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
-        return DecodeState.of(self.target, prompts, capacity, *arguments)
+        state = DecodeState.of(self.target, prompts, capacity, *arguments)
+        state.reach = self.longest + self.max_new_tokens
+        return state
 
 
 def alike_in_length(prompts: list[Prompt]) -> list[list[Prompt]]:

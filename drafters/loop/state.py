@@ -25,6 +25,7 @@ class DecodeState:
         prompt_lengths: per batch row, length of the prompt in tokens.
         finished: per batch row, True after EOS, the limit, or a stop by ``control``.
         control: logits processors and stopping criteria, or None.
+        reach: most tokens of rows that may join later; 0: none joins.
     """
 
     target: TargetModel
@@ -37,6 +38,7 @@ class DecodeState:
     eos: frozenset[int]
     finished: list[bool]
     control: Control | None = None
+    reach: int = 0
     _roots: Tensor | None = None
     _nothing: DraftTree | None = None
 
@@ -83,7 +85,7 @@ class DecodeState:
     @property
     def longest(self) -> int:
         """Most tokens that a row can reach, also one that joins later."""
-        return self.cache.capacity
+        return self.reach or min(max(self.prompt_lengths) + self.max_new_tokens, self.cache.capacity)
 
     def room(self, row: int = 0) -> int:
         """Tokens that a row may still commit. Draft tokens beyond ``room - 1`` cannot be accepted."""

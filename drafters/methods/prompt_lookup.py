@@ -12,6 +12,7 @@ from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.copies import CopyPolicy
 
 LONGEST = 16  # tokens that gamma: auto drafts
+INDEXED = 3  # longest n-grams in the index, in tokens; longer matches are found from these, which saves memory
 
 
 class PromptLookupOptions(Config):
@@ -80,7 +81,7 @@ class NgramIndex:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._sizes = range(shortest, longest + 1)
+        self._sizes, self._longest = range(shortest, min(longest, max(shortest, INDEXED)) + 1), longest
         self._tokens: list[int] = []
         # n-gram -> the ends of its occurrences, ascending; ``forget`` removes the last ones. An n-gram is added when
         # the token after it is read, so the end of the text never matches itself.
@@ -125,5 +126,18 @@ class NgramIndex:
         for n in reversed(self._sizes):
             ends = self._ends.get(tuple(self._tokens[-n:]))  # a text shorter than n is no n-gram of the index
             if ends is not None:
-                return n, ends[-1]
+                return (n, ends[-1]) if n < self._sizes[-1] else self._extended(n, ends)
         return 0, 0
+
+    def _extended(self, size: int, ends: list[int]) -> tuple[int, int]:
+        """As ``latest``, from the ``ends`` of matches of the longest indexed ``size``, which may be longer."""
+        tokens, most, best = self._tokens, self._longest, (0, 0)
+        for end in reversed(ends):
+            n = size
+            while n < most and n < end and tokens[end - n - 1] == tokens[-n - 1]:
+                n += 1
+            if n > best[0]:
+                best = n, end
+            if n == most:
+                break
+        return best

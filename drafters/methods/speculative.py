@@ -51,6 +51,13 @@ class SpeculativeDrafter(DraftModelDrafter):
             self.policy.prepare(self, state.batch, state.sampling, state.longest)
         super().begin(state, output)
 
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        policy, self.policy = self.policy, None  # ``part`` is no batch of its own: there is nothing to measure
+        try:
+            super().join(state, rows, part, output)
+        finally:
+            self.policy = policy
+
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = state.longest_draft(self.gamma)
         if self.policy is not None:
@@ -60,8 +67,11 @@ class SpeculativeDrafter(DraftModelDrafter):
         self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
-        # The draft model first reads the root and, after full acceptance, the last draft token.
-        pending = [row[known:] for row, known in zip(state.tokens, self._cache.lengths, strict=True)]
+        # The draft model first reads the root and, after full acceptance, the last draft token. A finished row is
+        # cropped to nothing, because the cache may have no room behind it for what the other rows read.
+        self._cache.crop([0 if done else n for n, done in zip(self._cache.lengths, state.finished, strict=True)])
+        texts = zip(state.tokens, self._cache.lengths, state.finished, strict=True)
+        pending = [[] if done else row[known:] for row, known, done in texts]
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
         for _ in range(gamma):
             logits = self._advance(rows, counts)

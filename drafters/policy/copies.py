@@ -17,7 +17,15 @@ from drafters.drafting.one_tree import Overlap
 from drafters.drafting.retrieval import NOTHING, Copy, part_of
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.policy.costs import Curve, cached, context_limit, context_limits, measuring_context, time_plans
+from drafters.policy.costs import (
+    Curve,
+    cached,
+    context_limit,
+    context_limits,
+    measuring_context,
+    time_plans,
+    time_within_memory,
+)
 from drafters.policy.shape import PRIOR_TRIALS, WINDOW, Shape
 
 if TYPE_CHECKING:
@@ -102,7 +110,7 @@ class CopyPolicy:
             if (batch, sampling, limit) in self._costs:
                 continue
             fixed, sizes = _FixedDraft(target, most), [size for size in ROWS if size <= most]
-            context = measuring_context(limit, target, most)
+            context = measuring_context(limit, longest, drafter)
             key = {"copies": sizes, "batch": batch, "context": context, "greedy": sampling.greedy}
             key |= {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
 
@@ -111,7 +119,9 @@ class CopyPolicy:
 
             def measure(given: Any = (fixed, sizes, use, context)) -> Any:
                 fixed, sizes, use, context = given
-                return time_plans(target, fixed, sizes, use, batch, sampling, context)
+                return time_within_memory(
+                    context, lambda length: time_plans(target, fixed, sizes, use, batch, sampling, length)
+                )
 
             times = cached(target, key, measure)
             curve = Curve.of({1 + size: rest for size, (_, rest) in zip(sizes, times, strict=True)})

@@ -93,7 +93,7 @@ def time_plans(
     numbers = random.Random(0)
     prompts = [[numbers.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
     margin = drafter.max_draft + 1  # cache rows that one step may need
-    room = max(min(32 * margin, target.max_context - context - margin), 2)
+    room = max(min(4 * margin, target.max_context - context - margin), 2)
     generator = torch.Generator(device=target.device).manual_seed(0)
     rule, state = drafter.rule(sampling), None
     found: list[list[PlanTime]] = [[] for _ in plans]
@@ -145,9 +145,20 @@ def context_limits(target: TargetModel, longest: int) -> list[int]:
     return sorted({min(limit, last) for limit in CONTEXTS})
 
 
-def measuring_context(limit: int, target: TargetModel, most_nodes: int) -> int:
-    """Tokens of the prompt to measure with, for contexts up to ``limit``."""
-    return max(min(limit // 2, target.max_context - 8 * (most_nodes + 2)), 1)
+def measuring_context(limit: int, longest: int, drafter: "Drafter") -> int:
+    """Tokens of the prompt to measure with, for contexts up to ``limit`` and texts up to ``longest``."""
+    return max(min(limit // 2, longest, drafter.max_context - 8 * (drafter.max_draft + 2)), 1)
+
+
+def time_within_memory(context: int, measure: Callable[[int], Any]) -> Any:
+    """``measure(context)``; where the memory does not suffice, with a shorter context."""
+    while True:
+        try:
+            return measure(context)
+        except (ValueError, torch.OutOfMemoryError):
+            if context < 64:
+                raise
+            context //= 4
 
 
 def cached(target: TargetModel, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:

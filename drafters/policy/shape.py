@@ -18,7 +18,15 @@ from pydantic import Field
 from drafters.base import Expected
 from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
-from drafters.policy.costs import Curve, cached, context_limit, context_limits, measuring_context, time_plans
+from drafters.policy.costs import (
+    Curve,
+    cached,
+    context_limit,
+    context_limits,
+    measuring_context,
+    time_plans,
+    time_within_memory,
+)
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -208,21 +216,24 @@ class ShapePolicy:
             return
         for limit in context_limits(drafter.target, longest):
             if (batch, sampling, limit) not in self._costs:
-                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit)
+                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
 
-    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int) -> Costs:
+    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Costs:
         target, plans = drafter.target, self._plans()
-        context = measuring_context(limit, target, drafter.max_draft)
+        context = measuring_context(limit, longest, drafter)
         way = {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
         model = getattr(drafter, "draft_model", None)
-        key = {"method": drafter.name, "options": str(drafter.settings), "plans": plans, "batch": batch, **way}
+        options = drafter.settings.model_dump(exclude={"draft_model"})
+        key = {"method": drafter.name, "options": options, "plans": plans, "batch": batch, **way}
         key |= {"context": context, "draft_model": None if model is None else model.fingerprint()}
 
         def use(paths: tuple[Path, ...]) -> None:
             self._forced = paths
 
         def measure() -> Any:
-            return time_plans(target, drafter, plans, use, batch, sampling, context)
+            return time_within_memory(
+                context, lambda length: time_plans(target, drafter, plans, use, batch, sampling, length)
+            )
 
         try:
             times = cached(target, key, measure)
@@ -246,7 +257,8 @@ class ShapePolicy:
             return self._forced
         choice = self._decided(state)
         choice.steps += 1
-        explores = not choice.shape.paths and choice.steps % EXPLORE == 0
+        # A draft that takes longer is tried less often, so that exploring costs at most a share 1 / EXPLORE.
+        explores = not choice.shape.paths and choice.steps % round(EXPLORE * choice.explore.plain_steps) == 0
         shape = choice.explore if explores else choice.shape
         choice.sums = [
             before + more for before, more in zip(choice.sums, (1.0, shape.tokens, shape.plain_steps), strict=True)
