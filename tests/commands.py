@@ -18,7 +18,7 @@ import yaml
 
 from drafters import drafter_class
 
-REQUIRED = "(required)"  # stands for the default of a key that has none
+REQUIRED = "(required)"  # the recorded default of a key that has none
 PROBE = "probe_of_keys"  # a key that no schema has
 # How to give PROBE to a program that does not only take it from the file of --config.
 GIVEN = {

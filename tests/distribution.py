@@ -35,7 +35,7 @@ def toy(seed: int = 0, layers: int = 2) -> TargetModel:
 
 
 def deviation(drafter: Drafter, options: dict[str, Any], tokens: int = 0) -> float:
-    """Standard deviations by which the chi-square statistic of about ``tokens`` samples exceeds its mean.
+    """Excess of the chi-square statistic of about ``tokens`` samples over its mean, in standard deviations.
 
     By default 8,000 where rows can be batched, which costs little, else 1,200: enough to see the wrong rules that
     ``test_the_measurement_sees...`` puts in. Of a bias the statistic grows as the samples do.

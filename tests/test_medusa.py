@@ -18,7 +18,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions, Typical
 from drafters.model.draft_head import DRAFT_IDS
-from drafters.policy.shape import accepted, likeliest
+from drafters.policy.shape import acceptance_of, likeliest
 
 GREEDY, HOT = Sampling(), Sampling(0.8, top_k=20)
 
@@ -66,7 +66,7 @@ def test_static_trees_have_the_likeliest_nodes() -> None:
     target = target_of("llama")
     flat, steep = [[0.3] * 8] * 4, [[0.9, 0.01]] * 4
     drafter = medusa(target, None, "static", nodes=9, acceptance={"greedy": flat, "sampled": steep})
-    table = [accepted(row) for row in flat]
+    table = [acceptance_of(row) for row in flat]
     expected = {path for (_, path), _ in zip(likeliest(table, 4), range(9), strict=False)}
     plan = drafter.plans["greedy"]
     assert plan.size == len(expected) == 9 and plan.ranks.count(0) == sum(path[-1] == 0 for path in expected)

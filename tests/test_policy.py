@@ -24,7 +24,7 @@ from drafters.methods.cascade import CascadeDrafter
 from drafters.policy import costs as measuring
 from drafters.policy.copies import CopyPolicy, CopyRates
 from drafters.policy.costs import Curve, cached, context_limits, time_plans
-from drafters.policy.shape import EXPLORE, WINDOW, Costs, Rates, Shape, ShapePolicy, accepted, best_shape, costs_of
+from drafters.policy.shape import EXPLORE, WINDOW, Costs, Rates, Shape, ShapePolicy, acceptance_of, best_shape, costs_of
 
 Node = tuple[int, ...]
 
@@ -76,7 +76,7 @@ def test_best_shape_is_that_of_all_trees() -> None:
     draw, kinds = random.Random(0), set()
     every = [tree for tree in trees(6, 4, 3) if tree]
     for number in range(60):
-        table = [accepted([draw.uniform(0.3, 0.95), draw.uniform(0, 0.6), draw.uniform(0, 0.5)]) for _ in range(4)]
+        table = [acceptance_of([draw.uniform(0.3, 0.95), draw.uniform(0, 0.6), draw.uniform(0, 0.5)]) for _ in range(4)]
         # Exact where rows of a pass are free; else 3% may be lost.
         row, loss = (0.0, 0.01) if number % 2 else (draw.uniform(0.0, 0.03), 0.03)
         rest = Curve((1, 2), (1.0, 1.0 + draw.choice([0.0, 0.02, 0.1, 0.3])))
@@ -101,7 +101,7 @@ def test_rates_by_hand() -> None:
     for right in [*[0] * int(WINDOW), *[None] * int(WINDOW)]:
         rates.learn(1, 1, right)
     assert rates.hazards()[1][0] == pytest.approx(0.36, abs=0.03)  # 1 / e, and the prior
-    assert accepted([0.5, 0.4, 0.9]) == pytest.approx([0.5, 0.2, 0.2])  # never rising
+    assert acceptance_of([0.5, 0.4, 0.9]) == pytest.approx([0.5, 0.2, 0.2])  # never rising
 
 
 def test_costs_by_hand() -> None:
@@ -151,7 +151,7 @@ def test_measuring_leaves_the_drafter_usable(kind: str) -> None:
             runs[-1].append([(step.drafted, step.accepted) for step in found.trace.steps])
             if measures:
                 drafter.policy = SimpleNamespace(prepare=lambda *_: 0, paths=lambda _: used[-1], learn=lambda *_: 0)
-                times = time_plans(target, drafter, plans, used.append, 2, Sampling(1.0), 8)
+                times = time_plans(drafter, plans, used.append, 2, Sampling(1.0), 8)
                 assert len(times) == 3 and min(map(min, times)) > 0 and [*dict.fromkeys(used)] == plans
                 drafter.policy = policy
     assert runs[0] == runs[1]

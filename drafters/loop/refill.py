@@ -146,7 +146,7 @@ class Refilled:
         rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)
-            self.state.give(row, part, number)
+            self.state.take_row(row, part, number)
             self.at[row] = Continued(prompts[number][0])
         self.drafter.join(self.state, rows, part, output)
 

@@ -112,7 +112,12 @@ class DecodeState:
         self.finished[row] = ended or len(kept) == room
         return len(kept)
 
-    def give(self, row: int, other: "DecodeState", number: int) -> None:
+    def empty_finished(self, cache: KVCache) -> None:
+        """Drop the finished rows from a drafter's cache, so that it has room for what the other rows read at once."""
+        if any(self.finished):
+            cache.crop([0 if done else rows for rows, done in zip(cache.lengths, self.finished, strict=True)])
+
+    def take_row(self, row: int, other: "DecodeState", number: int) -> None:
         """Replace ``row`` by row ``number`` of another state. The caller copies the cache row."""
         self.tokens[row], self.prompt_lengths[row] = other.tokens[number], other.prompt_lengths[number]
         self.finished[row], self._roots = other.finished[number], None

@@ -71,13 +71,13 @@ def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tens
     if given is None:
         given = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
     output = state.target.run(given, state.cache, rows, start=draft.extra.resume_layer, taps=drafter.taps)
-    features, judged = output.features, 1 + draft.size - draft.extra.scratch
-    if draft.extra.scratch:
+    features, verified = output.features, 1 + draft.size - draft.extra.scratch
+    if draft.extra.scratch:  # keep [root, nodes] and the scratch rows whose logits are wanted
         features = torch.cat(
-            [features[:, :judged], features[:, features.shape[1] - draft.extra.scratch_outputs :]], dim=1
+            [features[:, :verified], features[:, features.shape[1] - draft.extra.scratch_outputs :]], dim=1
         )
     logits = state.target.lm_head(features)
-    output.logits, output.scratch = logits[:, :judged], logits[:, judged:] if draft.extra.scratch else None
+    output.logits, output.scratch = logits[:, :verified], logits[:, verified:] if draft.extra.scratch else None
     return output, output.logits
 
 

@@ -252,8 +252,7 @@ class EagleDrafter(LearnedDrafter):
         if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
             passes = OneCallPasses(self._one_call, head, features[0], following[0], self._cache)
             return grow_planned(passes, self.plan, self.target.device)
-        # A finished row is cropped to nothing: the cache may have no room behind it for what the other rows take in.
-        self._cache.crop([0 if done else n for n, done in zip(self._cache.lengths, state.finished, strict=True)])
+        state.empty_finished(self._cache)
         # Take in what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         given = self._given(features, following, state, self._cache)
         predicted = last_of(self._extend(given, padded(following, self.target.device)), counts)[:, None]  # [B, 1, H]

@@ -24,7 +24,7 @@ from drafters.loop.tree import DraftTree
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
 from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.shape import Probability, Rates, ShapePolicy, Table, Way, likeliest
+from drafters.policy.shape import Hazards, Probability, Rates, ShapePolicy, Way, likeliest
 
 GREEDY = Sampling()
 # Prior acceptance of the candidates of each rank, given that those of lower ranks are wrong: first head, later heads.
@@ -142,12 +142,12 @@ class MedusaDrafter(LearnedDrafter):
         self.lm_heads = [self.draft_head(options, head) for head in own] or [self.draft_head(options)]
         self._ranks = min(options.top_k, self.lm_heads[0].width)
         self._read(module, options)
-        tables: dict[Way, Table] = {"greedy": PRIOR, "sampled": PRIOR}
-        tables |= options.acceptance or {}
+        priors: dict[Way, Hazards] = {"greedy": PRIOR, "sampled": PRIOR}
+        priors |= options.acceptance or {}
         if options.tree == "auto":
-            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, tables)
+            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, priors)
             self.remembers = True
-        self.plans = {} if self.policy else {way: self._plan(table) for way, table in tables.items()}
+        self.plans = {} if self.policy else {way: self._plan(prior) for way, prior in priors.items()}
         self.max_draft = max((plan.size for plan in self.plans.values()), default=options.nodes)
         self._used: TreePlan  # of the latest draft
         self._feature: Tensor  # [B, 1, H] of the target, after the last accepted row
@@ -249,14 +249,14 @@ class MedusaDrafter(LearnedDrafter):
         pairs = zip(self.lm_heads, states.unbind(1), strict=False)
         return torch.stack([head(state) for head, state in pairs], dim=1)
 
-    def _plan(self, acceptance: Table) -> TreePlan:
-        """The plan of a chain, or of a static tree: the given paths, or the likeliest ones by ``acceptance``."""
+    def _plan(self, prior: Hazards) -> TreePlan:
+        """The plan of a chain, or of a static tree: the given paths, or the likeliest ones by the ``prior``."""
         if self.given.tree == "chain":
             return chain_plan(self.depth, self.target.device)
         if self.given.paths is not None:
             return tree_plan(tuple(map(tuple, self.given.paths)), self.target.device)
-        table = Rates(self.depth, self._ranks, acceptance).table()
-        best = islice(likeliest(table, self.depth), self.given.nodes)
+        acceptance = Rates(self.depth, self._ranks, prior).acceptance()
+        best = islice(likeliest(acceptance, self.depth), self.given.nodes)
         return tree_plan(tuple(path for _, path in best), self.target.device)
 
 

@@ -67,9 +67,8 @@ class SpeculativeDrafter(DraftModelDrafter):
         self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
-        # The draft model first reads the root and, after full acceptance, the last draft token. A finished row is
-        # cropped to nothing, because the cache may have no room behind it for what the other rows read.
-        self._cache.crop([0 if done else n for n, done in zip(self._cache.lengths, state.finished, strict=True)])
+        # The draft model first reads the root and, after full acceptance, the last draft token.
+        state.empty_finished(self._cache)
         texts = zip(state.tokens, self._cache.lengths, state.finished, strict=True)
         pending = [[] if done else row[known:] for row, known, done in texts]
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]

@@ -37,7 +37,7 @@ def most_likely(logits: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, scales: Tensor | None = None, middles: Tensor | None = None) -> "Tiles | None":
-    """Lay a weight out for the kernels, or return None.
+    """Convert a weight to the kernels' layout, or return None.
 
     Args:
         values: ``[outputs, inputs]`` in bf16; or in int8 with ``scales [outputs]``; or 0 to 15 in uint8 with ``scales``

@@ -1,13 +1,13 @@
 """How much of a copy to draft: as many copied tokens as are profitable, by how often such copies were right.
 
-A copied token is counted by the length of its match and by its share of the places found (``Copy``). Each step, the
+A copied token is counted by the length of its match and by its share of the occurrences (``Copy``). Each step, the
 policy compares plain decoding, a head's draft and copies of every size. It maximises expected tokens - pace * step
 time, where pace is the average number of tokens per unit of time: so it maximises tokens per second (Dinkelbach 1967).
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,64 +17,47 @@ from drafters.drafting.one_tree import Overlap
 from drafters.drafting.retrieval import NOTHING, Copy, part_of
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.policy.costs import (
-    Curve,
-    cached,
-    context_limit,
-    context_limits,
-    measuring_context,
-    time_plans,
-    time_within_memory,
-)
-from drafters.policy.shape import PRIOR_TRIALS, WINDOW, Shape
+from drafters.policy.costs import Curve, context_limit, context_limits, step_times
+from drafters.policy.shape import Fraction, Shape
 
 if TYPE_CHECKING:
     from drafters.loop.acceptance import Verdict
     from drafters.loop.state import DecodeState
     from drafters.model.target import TargetModel
 
-MATCHES = (1, 2, 3, 4, 8, 16)  # limits of the kinds of match lengths, in tokens
-CLAIMS = (0.1, 0.2, 0.4, 0.7)  # limits of the kinds of shares
-MATCH_POWER = 1.8  # prior: claim ** (1.8 / match), tuned on SmolLM2's answers: 0.29, 0.54, 0.86 at matches 1, 2, 8
+MATCHES = (1, 2, 3, 4, 8, 16)  # upper limits of the classes of match lengths, in tokens
+SHARES = (0.1, 0.2, 0.4, 0.7)  # upper limits of the classes of shares
+MATCH_POWER = 1.8  # prior: share ** (1.8 / match), tuned on SmolLM2's answers: 0.29, 0.54, 0.86 at matches 1, 2, 8
 FADE = 0.97  # weight of the past, per step, in the average step
 MOST = 64  # copied tokens of a draft
 ROWS = (0, 1, 3, 7, 15, 31, 63)  # sizes of the drafts that costs are measured with
 
 
 class CopyRates:
-    """How often a copied token is the target's, by the length of its match and its claim."""
+    """How often a copied token is the target's, by the length of its match and its share (``Copy``)."""
 
     def __init__(self) -> None:
-        kinds = (len(MATCHES) + 1) * (len(CLAIMS) + 1)
-        self._tried, self._right = [0.0] * kinds, [0.0] * kinds
+        self._counts = [[Fraction() for _ in range(len(SHARES) + 1)] for _ in range(len(MATCHES) + 1)]
 
-    def of(self, match: int, claim: float) -> float:
+    def of(self, match: int, share: float) -> float:
         """P(the copied token is right | the tokens before it were)."""
-        kind = self._kind(match, claim)
-        prior = claim ** (MATCH_POWER / match)
-        return (self._right[kind] + PRIOR_TRIALS * prior) / (self._tried[kind] + PRIOR_TRIALS)
+        return self._count(match, share).value(share ** (MATCH_POWER / match))
 
-    def learn(self, match: int, claim: float, right: bool) -> None:
+    def learn(self, match: int, share: float, right: bool) -> None:
         """Count one copied token."""
-        kind = self._kind(match, claim)
-        if self._tried[kind] >= WINDOW:
-            self._tried[kind] *= 1 - 1 / WINDOW
-            self._right[kind] *= 1 - 1 / WINDOW
-        self._tried[kind] += 1.0
-        self._right[kind] += right
+        self._count(match, share).learn(right)
 
-    @staticmethod
-    def _kind(match: int, claim: float) -> int:
-        return bisect_left(MATCHES, match) * (len(CLAIMS) + 1) + bisect_left(CLAIMS, claim)
+    def _count(self, match: int, share: float) -> Fraction:
+        return self._counts[bisect_left(MATCHES, match)][bisect_left(SHARES, share)]
 
-    def chances(self, found: Copy) -> list[tuple[float, int]]:
+    def chances(self, copy: Copy) -> list[tuple[float, int]]:
         """``(chance of being accepted, node)`` of each node, the likeliest first: no child before its parent."""
         chances: list[float] = []
         matches: list[int] = []
-        for parent, claim in zip(found.parents, found.shares, strict=True):
+        for parent, share in zip(copy.parents, copy.shares, strict=True):
             # The token behind a copied token continues a match that is longer by one.
-            matches.append(found.match if parent == ROOT else matches[parent] + 1)
-            chances.append((1.0 if parent == ROOT else chances[parent]) * self.of(matches[-1], claim))
+            matches.append(copy.match if parent == ROOT else matches[parent] + 1)
+            chances.append((1.0 if parent == ROOT else chances[parent]) * self.of(matches[-1], share))
         return sorted(((chance, node) for node, chance in enumerate(chances)), key=lambda pair: -pair[0])
 
 
@@ -87,6 +70,10 @@ class _FixedDraft(Drafter):
     def __init__(self, target: "TargetModel", most: int) -> None:
         super().__init__(target, Config())
         self.max_draft, self.size = most, 0
+
+    def use(self, size: int) -> None:
+        """Draft ``size`` tokens from now on."""
+        self.size = size
 
     def propose(self, state: "DecodeState") -> DraftTree:
         size = state.longest_draft(self.size)
@@ -105,29 +92,15 @@ class CopyPolicy:
 
     def prepare(self, drafter: Drafter, batch: int, sampling: Sampling, longest: int) -> None:
         """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
-        target, most = drafter.target, min(MOST, drafter.max_draft)
-        for limit in context_limits(target, longest):
-            if (batch, sampling, limit) in self._costs:
-                continue
-            fixed, sizes = _FixedDraft(target, most), [size for size in ROWS if size <= most]
-            context = measuring_context(limit, longest, drafter)
-            key = {"copies": sizes, "batch": batch, "context": context, "greedy": sampling.greedy}
-            key |= {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
+        fixed = _FixedDraft(drafter.target, min(MOST, drafter.max_draft))
+        sizes = [size for size in ROWS if size <= fixed.max_draft]
+        for limit in context_limits(drafter.target, longest):
+            if (batch, sampling, limit) not in self._costs:
+                times = step_times(fixed, sizes, fixed.use, batch, sampling, limit, longest, {"method": fixed.name})
+                rest = {1 + size: time.rest for size, time in zip(sizes, times, strict=True)}
+                self._costs[batch, sampling, limit] = Curve.of(rest)
 
-            def use(size: int, fixed: _FixedDraft = fixed) -> None:
-                fixed.size = size
-
-            def measure(given: Any = (fixed, sizes, use, context)) -> Any:
-                fixed, sizes, use, context = given
-                return time_within_memory(
-                    context, lambda length: time_plans(target, fixed, sizes, use, batch, sampling, length)
-                )
-
-            times = cached(target, key, measure)
-            curve = Curve.of({1 + size: rest for size, (_, rest) in zip(sizes, times, strict=True)})
-            self._costs[batch, sampling, limit] = curve
-
-    def select(self, found: list[Copy], state: "DecodeState", other: Shape | None = None) -> list[Copy]:
+    def select(self, copies: list[Copy], state: "DecodeState", other: Shape | None = None) -> list[Copy]:
         """Cut each row's copy to its likeliest nodes, equally many in each row; nothing where that is not profitable.
 
         Args:
@@ -135,7 +108,7 @@ class CopyPolicy:
         """
         other = other or Shape()
         curve = self._curve(state)
-        ordered = [self.rates.chances(one) for one in found]
+        ordered = [self.rates.chances(copy) for copy in copies]
         unfinished, pace = max(state.finished.count(False), 1), self._tokens / self._time
         # Dinkelbach: maximise tokens / time by maximising tokens - pace * time.
         best, count, chosen = other.tokens - pace * other.plain_steps, 0, other
@@ -145,23 +118,22 @@ class CopyPolicy:
             plain_steps = curve.at(place + 2) / curve.at(1)
             if tokens - pace * plain_steps > best:
                 best, count, chosen = tokens - pace * plain_steps, place + 1, Shape((), tokens, plain_steps)
-        self._count(chosen, bool(count))
+        self._add_step(chosen, bool(count))
         if not count:
-            return [NOTHING] * len(found)
-        return [
-            part_of(one, sorted(node for _, node in nodes[:count])) for one, nodes in zip(found, ordered, strict=True)
-        ]
+            return [NOTHING] * len(copies)
+        pairs = zip(copies, ordered, strict=True)
+        return [part_of(copy, sorted(node for _, node in nodes[:count])) for copy, nodes in pairs]
 
-    def beside(self, found: list[Copy], held: list[Overlap], size: int, state: "DecodeState") -> list[list[int]]:
+    def beside(self, copies: list[Copy], overlap: list[Overlap], size: int, state: "DecodeState") -> list[list[int]]:
         """Nodes of each row's copy that are profitable behind a head's draft of ``size`` nodes (hybrid ``one_tree``).
 
         Args:
-            held: nodes of each copy that the draft holds already.
+            overlap: nodes of each copy that the draft has already.
         """
         curve, pace = self._curve(state), self._tokens / self._time
         unfinished = max(state.finished.count(False), 1)
-        pairs = zip(found, held, strict=True)
-        ordered = [[pair for pair in self.rates.chances(one) if pair[1] not in has] for one, has in pairs]
+        pairs = zip(copies, overlap, strict=True)
+        ordered = [[pair for pair in self.rates.chances(copy) if pair[1] not in shared] for copy, shared in pairs]
         count = 0
         for place in range(min(max(map(len, ordered)), MOST)):
             more = sum(nodes[place][0] for nodes in ordered if place < len(nodes)) / unfinished
@@ -172,15 +144,15 @@ class CopyPolicy:
             self._sums[1], self._sums[2] = self._sums[1] + more, self._sums[2] + row
         return [[node for _, node in nodes[:count]] for nodes in ordered]
 
-    def learn(self, found: list[Copy], verdict: "Verdict") -> None:
-        """Learn from committed tokens which of the found tokens were right, drafted or not."""
-        for one, tokens in zip(found, verdict.tokens, strict=True):
-            at, match = ROOT, one.match
+    def learn(self, copies: list[Copy], verdict: "Verdict") -> None:
+        """Learn from committed tokens which copied tokens were right, drafted or not."""
+        for copy, tokens in zip(copies, verdict.tokens, strict=True):
+            at, match = ROOT, copy.match
             for token in tokens:
-                nodes = [node for node, parent in enumerate(one.parents) if parent == at]
+                nodes = [node for node, parent in enumerate(copy.parents) if parent == at]
                 for node in nodes:
-                    self.rates.learn(match, one.shares[node], one.tokens[node] == token)
-                at = next((node for node in nodes if one.tokens[node] == token), ROOT - 1)
+                    self.rates.learn(match, copy.shares[node], copy.tokens[node] == token)
+                at = next((node for node in nodes if copy.tokens[node] == token), ROOT - 1)
                 match += 1
                 if at < ROOT:
                     break
@@ -193,7 +165,7 @@ class CopyPolicy:
     def _curve(self, state: "DecodeState") -> Curve:
         return self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
 
-    def _count(self, step: Shape, copied: bool) -> None:
+    def _add_step(self, step: Shape, copied: bool) -> None:
         self._tokens = FADE * self._tokens + (1 - FADE) * step.tokens
         self._time = FADE * self._time + (1 - FADE) * step.plain_steps
         more: Sequence[float] = (1.0, step.tokens, step.plain_steps, float(copied))

@@ -74,15 +74,45 @@ class PlanTime(NamedTuple):
     rest: float
 
 
-@torch.inference_mode()
-def time_plans(
-    target: TargetModel,
+def step_times(
     drafter: "Drafter",
     plans: Sequence[Any],
     use: Callable[[Any], None],
     batch: int,
     sampling: Sampling,
-    context: int,
+    limit: int,
+    longest: int,
+    key: Mapping[str, Any],
+) -> list[PlanTime]:
+    """Seconds of a step with each plan on this machine, from the cache or measured now (``time_plans``).
+
+    Args:
+        limit: of the context lengths that the times hold for. longest: tokens of the longest text that is expected.
+        key: further things that the time depends on; the target and the machine are added.
+
+    Raises:
+        ValueError: the memory does not suffice, even behind a short context.
+    """
+    context = max(min(limit // 2, longest, drafter.max_context - 8 * (drafter.max_draft + 2)), 1)
+    way = {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
+
+    def measure() -> list[PlanTime]:
+        length = context
+        while True:
+            try:
+                return time_plans(drafter, plans, use, batch, sampling, length)
+            except (ValueError, torch.OutOfMemoryError):  # measure behind a shorter context
+                if length < 64:
+                    raise
+                length //= 4
+
+    times = cached(drafter.target, {**key, "plans": plans, "batch": batch, "context": context, **way}, measure)
+    return [PlanTime(*time) for time in times]
+
+
+@torch.inference_mode()
+def time_plans(
+    drafter: "Drafter", plans: Sequence[Any], use: Callable[[Any], None], batch: int, sampling: Sampling, context: int
 ) -> list[PlanTime]:
     """Median seconds of real decoding steps behind a random prompt, for each plan in turn.
 
@@ -90,6 +120,7 @@ def time_plans(
         plans: shapes of drafts. use: sets the plan of the drafter's next step.
         context: tokens of the prompt.
     """
+    target = drafter.target
     numbers = random.Random(0)
     prompts = [[numbers.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
     margin = drafter.max_draft + 1  # cache rows that one step may need
@@ -143,22 +174,6 @@ def context_limits(target: TargetModel, longest: int) -> list[int]:
     """All such limits that a text of ``longest`` tokens passes, ascending."""
     last = context_limit(target, longest)
     return sorted({min(limit, last) for limit in CONTEXTS})
-
-
-def measuring_context(limit: int, longest: int, drafter: "Drafter") -> int:
-    """Tokens of the prompt to measure with, for contexts up to ``limit`` and texts up to ``longest``."""
-    return max(min(limit // 2, longest, drafter.max_context - 8 * (drafter.max_draft + 2)), 1)
-
-
-def time_within_memory(context: int, measure: Callable[[int], Any]) -> Any:
-    """``measure(context)``; where the memory does not suffice, with a shorter context."""
-    while True:
-        try:
-            return measure(context)
-        except (ValueError, torch.OutOfMemoryError):
-            if context < 64:
-                raise
-            context //= 4
 
 
 def cached(target: TargetModel, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:

@@ -18,15 +18,7 @@ from pydantic import Field
 from drafters.base import Expected
 from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
-from drafters.policy.costs import (
-    Curve,
-    cached,
-    context_limit,
-    context_limits,
-    measuring_context,
-    time_plans,
-    time_within_memory,
-)
+from drafters.policy.costs import Curve, context_limit, context_limits, step_times
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -34,7 +26,8 @@ if TYPE_CHECKING:
     from drafters.loop.state import DecodeState
 
 Path = tuple[int, ...]  # a node: the ranks of its ancestors and itself among their siblings
-Table = list[list[float]]  # [depth][rank]
+Hazards = list[list[float]]  # [depth][rank] P(the candidate is right | its path is accepted, those before it are wrong)
+Acceptance = list[list[float]]  # [depth][rank] P(the candidate is right | its path is accepted); never rising with rank
 Way = Literal["greedy", "sampled"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -47,51 +40,59 @@ DECIDE = 16  # steps between two decisions
 EXPLORE = 32  # where no draft is profitable, one step in this many drafts all the same
 
 
+class Fraction:
+    """How often something was right, from counts that fade."""
+
+    def __init__(self) -> None:
+        self._tried = self._right = 0.0
+
+    def learn(self, right: bool) -> None:
+        """Count one trial."""
+        if self._tried >= WINDOW:
+            self._tried, self._right = self._tried * (1 - 1 / WINDOW), self._right * (1 - 1 / WINDOW)
+        self._tried, self._right = self._tried + 1.0, self._right + right
+
+    def value(self, prior: float) -> float:
+        """The share that was right; ``prior`` counts for ``PRIOR_TRIALS`` trials."""
+        return (self._right + PRIOR_TRIALS * prior) / (self._tried + PRIOR_TRIALS)
+
+
 class Rates:
-    """Acceptance of candidates by depth and rank, from counts that fade.
+    """Acceptance of candidates by depth and rank.
 
     Args:
-        table: prior hazards (``hazards``), or None.
+        prior: of the first depths; None takes ``PRIOR``.
     """
 
-    def __init__(self, depths: int, ranks: int, table: Table | None = None) -> None:
-        self.depths, self.ranks = depths, ranks
-        self._prior: Table = [list(row[:ranks]) for row in (table or [list(PRIOR)])[:depths]]
-        for row in self._prior:
-            row += [PRIOR[-1]] * (ranks - len(row))
-        self._given = len(self._prior) if table else 1
-        self._tried = [[0.0] * ranks for _ in range(depths)]
-        self._right = [[0.0] * ranks for _ in range(depths)]
+    def __init__(self, depths: int, ranks: int, prior: Hazards | None = None) -> None:
+        self.ranks = ranks
+        rows = (prior or [list(PRIOR)])[:depths]
+        self._prior: Hazards = [row[:ranks] + [PRIOR[-1]] * (ranks - len(row)) for row in rows]
+        self._counts = [[Fraction() for _ in range(ranks)] for _ in range(depths)]
 
     def learn(self, depth: int, candidates: int, accepted: int | None) -> None:
         """Of the first ``candidates`` at ``depth``, behind an accepted path, the one of rank ``accepted`` was right."""
-        if depth >= self.depths:
-            return
-        tried, right = self._tried[depth], self._right[depth]
-        for rank in range(min(candidates if accepted is None else accepted + 1, self.ranks)):
-            if tried[rank] >= WINDOW:
-                tried[rank], right[rank] = tried[rank] * (1 - 1 / WINDOW), right[rank] * (1 - 1 / WINDOW)
-            tried[rank] += 1.0
-        if accepted is not None and accepted < self.ranks:
-            right[accepted] += 1.0
+        if depth < len(self._counts):
+            tried = candidates if accepted is None else accepted + 1
+            for rank, count in enumerate(self._counts[depth][:tried]):
+                count.learn(rank == accepted)
 
-    def hazards(self) -> Table:
-        """P(the candidate of rank r is right | those before it are wrong), by depth."""
-        found: Table = []
-        for depth in range(self.depths):
-            # A depth without a prior of its own is as the one before, and a little less.
-            prior = self._prior[depth] if depth < self._given else [DEPTH_DECAY * value for value in found[-1]]
-            counts = zip(self._right[depth], self._tried[depth], prior, strict=True)
-            found.append([(right + PRIOR_TRIALS * p) / (tried + PRIOR_TRIALS) for right, tried, p in counts])
+    def hazards(self) -> Hazards:
+        """Counted hazards. A depth without a prior of its own has a little less than the depth before."""
+        found: Hazards = []
+        for depth, counts in enumerate(self._counts):
+            given = depth < len(self._prior)
+            prior = self._prior[depth] if given else [DEPTH_DECAY * value for value in found[-1]]
+            found.append([count.value(before) for count, before in zip(counts, prior, strict=True)])
         return found
 
-    def table(self) -> Table:
-        """P(the target's token is the candidate of rank r | its path is accepted), by depth; never rising with r."""
-        return [accepted(row) for row in self.hazards()]
+    def acceptance(self) -> Acceptance:
+        """The same as unconditional probabilities of each rank."""
+        return [acceptance_of(row) for row in self.hazards()]
 
 
-def accepted(hazards: Sequence[float]) -> list[float]:
-    """Probability of each rank, from its probability where the ranks before it are wrong; never rising."""
+def acceptance_of(hazards: Sequence[float]) -> list[float]:
+    """Acceptance of each rank at one depth, from the hazards."""
     found: list[float] = []
     left = 1.0
     for hazard in hazards:
@@ -100,19 +101,19 @@ def accepted(hazards: Sequence[float]) -> list[float]:
     return found
 
 
-def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
-    """Nodes of the full tree of ``depth`` levels and all ranks of ``table``, the likeliest first, with probabilities.
+def likeliest(acceptance: Acceptance, depth: int) -> Iterator[tuple[float, Path]]:
+    """Nodes of the full tree of ``depth`` levels and all ranks, the likeliest first, with probabilities.
 
     A node never precedes its parent or an elder sibling, whose probabilities are no smaller.
     """
-    heap: list[tuple[float, int, Path, float]] = [(-table[0][0], 1, (0,), 1.0)]
+    heap: list[tuple[float, int, Path, float]] = [(-acceptance[0][0], 1, (0,), 1.0)]
     while heap:
         negative, level, path, before = heapq.heappop(heap)
         yield -negative, path
         if level < depth:
-            heapq.heappush(heap, (negative * table[level][0], level + 1, (*path, 0), -negative))
-        if (rank := path[-1] + 1) < len(table[level - 1]):
-            heapq.heappush(heap, (-before * table[level - 1][rank], level, (*path[:-1], rank), before))
+            heapq.heappush(heap, (negative * acceptance[level][0], level + 1, (*path, 0), -negative))
+        if (rank := path[-1] + 1) < len(acceptance[level - 1]):
+            heapq.heappush(heap, (-before * acceptance[level - 1][rank], level, (*path[:-1], rank), before))
 
 
 class Costs(NamedTuple):
@@ -163,11 +164,11 @@ class Shape(NamedTuple):
         return "no draft" if not size else f"a chain of {size}" if size == depth else f"a tree of {size}, {depth} deep"
 
 
-def best_shape(table: Table, costs: Costs, most_nodes: int) -> Shape:
+def best_shape(acceptance: Acceptance, costs: Costs, most_nodes: int) -> Shape:
     """The non-empty static tree of most expected tokens per second."""
     best, most = Shape(), 0.0
-    chain = [row[:1] for row in table]
-    for some, depth in [(chain, len(chain)), *((table, depth) for depth in range(1, len(table) + 1))]:
+    chain = [row[:1] for row in acceptance]
+    for some, depth in [(chain, len(chain)), *((acceptance, depth) for depth in range(1, len(acceptance) + 1))]:
         paths, tokens, inner, deepest = [], 1.0, set[Path](), 0
         for probability, path in likeliest(some, depth):
             paths.append(path)
@@ -200,11 +201,11 @@ class ShapePolicy:
 
     Args:
         most_nodes, depths, ranks: bounds of the tree.
-        tables: prior hazards by "greedy" and "sampled".
+        priors: hazards by "greedy" and "sampled".
     """
 
-    def __init__(self, most_nodes: int, depths: int, ranks: int, tables: dict[Way, Table] | None = None) -> None:
-        self.most_nodes, self.depths, self.ranks, self._tables = most_nodes, depths, ranks, tables or {}
+    def __init__(self, most_nodes: int, depths: int, ranks: int, priors: dict[Way, Hazards] | None = None) -> None:
+        self.most_nodes, self.depths, self.ranks, self._priors = most_nodes, depths, ranks, priors or {}
         self._costs: dict[tuple[int, Sampling, int], Costs] = {}
         self._choices: dict[tuple[int, Sampling], _Choice] = {}
         self._forced: tuple[Path, ...] | None = None  # while costs are measured
@@ -219,24 +220,16 @@ class ShapePolicy:
                 self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
 
     def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Costs:
-        target, plans = drafter.target, self._plans()
-        context = measuring_context(limit, longest, drafter)
-        way = {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
         model = getattr(drafter, "draft_model", None)
-        options = drafter.settings.model_dump(exclude={"draft_model"})
-        key = {"method": drafter.name, "options": options, "plans": plans, "batch": batch, **way}
-        key |= {"context": context, "draft_model": None if model is None else model.fingerprint()}
+        key: dict[str, Any] = {"method": drafter.name, "draft_model": None if model is None else model.fingerprint()}
+        key |= {"options": drafter.settings.model_dump(exclude={"draft_model"})}
+        plans = self._plans()
 
         def use(paths: tuple[Path, ...]) -> None:
             self._forced = paths
 
-        def measure() -> Any:
-            return time_within_memory(
-                context, lambda length: time_plans(target, drafter, plans, use, batch, sampling, length)
-            )
-
         try:
-            times = cached(target, key, measure)
+            times = step_times(drafter, plans, use, batch, sampling, limit, longest, key)
         finally:
             self._forced = None
         return costs_of(plans, times)
@@ -246,9 +239,9 @@ class ShapePolicy:
         lengths = sorted({1, min(4, self.depths), self.depths})
         plans = [(), *(tuple((0,) * level for level in range(1, length + 1)) for length in lengths)]
         if self.ranks > 1:
-            table = Rates(self.depths, self.ranks).table()
+            prior = Rates(self.depths, self.ranks).acceptance()
             sizes = sorted({min(16, self.most_nodes), min(40, self.most_nodes)})
-            plans += [tuple(path for _, path in islice(likeliest(table, self.depths), size)) for size in sizes]
+            plans += [tuple(path for _, path in islice(likeliest(prior, self.depths), size)) for size in sizes]
         return [plan for plan in plans if len(plan) <= self.most_nodes]
 
     def paths(self, state: "DecodeState") -> tuple[Path, ...]:
@@ -260,9 +253,8 @@ class ShapePolicy:
         # A draft that takes longer is tried less often, so that exploring costs at most a share 1 / EXPLORE.
         explores = not choice.shape.paths and choice.steps % round(EXPLORE * choice.explore.plain_steps) == 0
         shape = choice.explore if explores else choice.shape
-        choice.sums = [
-            before + more for before, more in zip(choice.sums, (1.0, shape.tokens, shape.plain_steps), strict=True)
-        ]
+        step = 1.0, shape.tokens, shape.plain_steps
+        choice.sums = [before + more for before, more in zip(choice.sums, step, strict=True)]
         return shape.paths
 
     def outlook(self, state: "DecodeState") -> Shape:
@@ -273,10 +265,10 @@ class ShapePolicy:
         """The choice for this batch size and sampling; it is made again every ``DECIDE`` steps."""
         key = state.batch, state.sampling
         choice = self._choices.get(key)
-        if choice is None or (choice.steps >= choice.decide_at):
+        if choice is None or choice.steps >= choice.decide_at:
             rates = choice.rates if choice else self._new_rates(state.sampling)
             costs = self._costs[(*key, context_limit(state.target, state.length))]
-            explore = best_shape(rates.table(), costs, self.most_nodes)
+            explore = best_shape(rates.acceptance(), costs, self.most_nodes)
             shape = explore if explore.speedup > 1.0 else Shape()
             if choice is None:
                 choice = self._choices[key] = _Choice(rates, shape, explore)
@@ -292,7 +284,7 @@ class ShapePolicy:
         for (_, other), choice in self._choices.items():
             if other == sampling:
                 return choice.rates
-        return Rates(self.depths, self.ranks, self._tables.get("greedy" if sampling.greedy else "sampled"))
+        return Rates(self.depths, self.ranks, self._priors.get("greedy" if sampling.greedy else "sampled"))
 
     def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
         """Learn from the verdict on a draft of ``size`` nodes of a plan."""
@@ -302,8 +294,8 @@ class ShapePolicy:
             if state.finished[row]:  # cut short
                 continue
             path = verdict.own_rows(row, size)
-            for depth, node in enumerate(path):
-                if candidates := plan.children[node]:
+            for depth, tree_row in enumerate(path):  # rows of [root, nodes]
+                if candidates := plan.children[tree_row]:
                     right = plan.ranks[path[depth + 1] - 1] if depth + 1 < len(path) else None
                     self._now.rates.learn(depth, candidates, right)
 

@@ -1,7 +1,7 @@
 """Tests whether tokens were drawn from given distributions, for a few thousand tokens.
 
-The probability integral transform: lay the vocabulary out on [0, 1), each token with the length of its probability, and
-take a random point in the piece of the token drawn. These places are uniform and independent for any distributions, so
+The probability integral transform: divide [0, 1) into one piece per token, as long as the token's probability, and take
+a random point in the piece of the token drawn. These places are uniform and independent for any distributions, so
 tokens after all kinds of texts are one sample. The sample may be divided by anything known before a token was drawn;
 only the chi-square distribution of the statistic is approximate.
 

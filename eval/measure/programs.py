@@ -42,7 +42,7 @@ def passes(program: str, seconds: int = SECONDS) -> bool:
     """Return whether the program, with its tests, runs to its end; equal programs are run once.
 
     Args:
-        seconds: of CPU time; the wall-clock limit is twice as long.
+        seconds: limit of CPU time; the limit of wall-clock time is two times this.
     """
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="judged-") as folder:

@@ -35,9 +35,9 @@ ABOUT = f"""\
 Figures are over the prompts that both reports measured (a batch counts as one); of several rounds, the median one. In
 brackets the 95% interval of the paired bootstrap over prompts. *p*: of a sign-flip test (if both runs were of one
 thing, the two of a prompt could be swapped), with Holm's method over all tested lines: two reports of the same thing
-show a change in at most one of twenty comparisons. A speedup's p and interval include the {BETWEEN_RUNS:.1%} (standard
-deviation) by which two processes of the same thing differ on all prompts (measured on a CPU of two cores by
-tests/compare_runs.py). tokens/s is not tested: the speed of a machine changes for all prompts and methods alike, as
+show a change in at most one of twenty comparisons. A speedup's p and interval include the difference of two
+processes of the same thing on all prompts, a standard deviation of {BETWEEN_RUNS:.1%} (measured on a CPU of two cores
+by tests/compare_runs.py). tokens/s is not tested: the speed of a machine changes for all prompts and methods alike, as
 plain decoding's line shows. The speedup, of methods that take turns, does not depend on it.
 """
 

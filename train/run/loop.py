@@ -168,13 +168,13 @@ class TrainRun:
         steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
         finished = progress.step > 0 and self.limits.finished()  # at least one step, even in a short run
         if finished:
-            bar.write(f"{config.out} was killed at its end, after step {progress.step:,}: writes the missing files")
+            bar.write(f"{config.out} ended at step {progress.step:,} without its final files; writing them now")
             self._export()
         elif progress.step:
             bar.write(f"{config.out}: continues after step {progress.step:,}{self.limits.text()}")
         else:
-            apart = self.inputs.heldout is not self.inputs.train  # not in --overfit
-            self._evaluate(bar, whose=apart)  # too little memory or a missing file fails now
+            separate = self.inputs.heldout is not self.inputs.train  # not in --overfit
+            self._evaluate(bar, with_own_answers=separate)  # too little memory or a missing file fails now
             self._measure_tau(bar)
         ended = "finished"
 
@@ -302,10 +302,10 @@ class TrainRun:
         with self._averaged():
             return self.engine.weights()
 
-    def _evaluate(self, bar: Any, whose: bool = False) -> None:
+    def _evaluate(self, bar: Any, with_own_answers: bool = False) -> None:
         module, device, dtype = self.engine.module, self.engine.device, dtype_of(self.config)
         with self._averaged():
-            figures = self.heldout.figures(self.task, module, device, dtype, whose)
+            figures = self.heldout.figures(self.task, module, device, dtype, with_own_answers)
         joules = self.progress.joules = self.energy.total()
         if self.metrics is None:
             return
@@ -318,7 +318,7 @@ class TrainRun:
         self.metrics.add(self.progress.step, {**figures, **spent})
         shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_at_" not in name)
         bar.write(f"step {self.progress.step}: {shown}")
-        if whose:
+        if with_own_answers:
             bar.write(answers_line(describe_answers(self.info["heldout"], figures.get(OWN_SHARE))))
 
     def _measure_tau(self, bar: Any) -> None:

@@ -28,11 +28,11 @@ class Heldout:
 
     @torch.no_grad()
     def figures(
-        self, task: Task, module: Any, device: torch.device, dtype: torch.dtype, whose: bool = False
+        self, task: Task, module: Any, device: torch.device, dtype: torch.dtype, with_own_answers: bool = False
     ) -> dict[str, float]:
         """``heldout_<name>`` of each of the task's losses and figures, over all ranks, the same on each.
 
-        ``whose``: also ``own_answers``, which training does not change.
+        ``with_own_answers``: also ``own_answers``, which training does not change.
         """
         ratios: dict[str, Ratio] = {}
         module.eval()
@@ -45,7 +45,7 @@ class Heldout:
             found = {name: Ratio(total, count) for name, total in task.losses(pairs).items()}
             found |= task.heldout(module, batch, pairs)
             found |= by_position(task, batch, pairs)
-            found |= {"own_answers": own_answers(task, batch)} if whose else {}
+            found |= {"own_answers": own_answers(task, batch)} if with_own_answers else {}
             found |= vocabulary_coverage(task, pairs.targets)
             for name, ratio in found.items():
                 before = ratios.get(name)
