@@ -185,3 +185,10 @@ def set_item(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -
 def get_device(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """The device's number."""
     return 0 if isinstance(args[0], CudaTensor) else -1
+
+
+@_answers(torch.bmm)
+def bmm(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With ``out_dtype``, which no CPU has."""
+    wide = kwargs.pop("out_dtype", None)
+    return torch.ops.aten.bmm(*args) if wide is None else torch.ops.aten.bmm(*(x.to(wide) for x in args))
