@@ -136,6 +136,7 @@ class KangarooDrafter(LearnedDrafter):
                 f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
                 f"found {self.exit_layer}"
             )
+        target.check_layer_access(self.exit_layer)
         self.plan = TreePlan(
             self.paths or [[0] * level for level in range(1, self.max_draft_tokens + 1)], target.device
         )

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from drafters.common.wording import dtype_name
-from drafters.model.files import SUPPORTED
 from drafters.model.rows import Rows
 from drafters.model.runner import Part
+from drafters.model.stock import StockRunner, scopes
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
 
 ROWS, PROMPT = 12, 4  # rows of the check, and how many of them are the prompt
 WINDOW = 4  # rows of a sliding window during the check, so that it matters within ``ROWS``
+TREE_BOUND = 16  # largest relative error of a feature over a tree, in units of the dtype's rounding
 LOGITS = 1000.0  # the largest logit of the recorded forward: a cap or a scale changes it visibly
 
 Seen = dict[Any, tuple[Tensor, Tensor]]  # layer number, "norm" or "head" -> what entered and left it, [1, R, ...]
@@ -77,10 +78,50 @@ def check_layers_agree(target: "TargetModel") -> None:
     except torch.OutOfMemoryError:
         raise
     except (TypeError, AttributeError, RuntimeError, KeyError, IndexError) as failure:
-        raise ValueError(f"{name} cannot be run layer by layer: {failure}; supported: {SUPPORTED}") from failure
+        raise ValueError(f"{name} cannot be run layer by layer: {failure}; engine: stock may run it") from failure
     if wrong is not None:
-        also = "" if target.engine == "eager" else "engine: eager may run it; "
-        raise ValueError(f"{name} run layer by layer is not the model: {wrong}; {also}supported: {SUPPORTED}")
+        raise ValueError(f"{name} run layer by layer is not the model: {wrong}; engine: stock may run it")
+
+
+@torch.no_grad()
+def check_trees(target: "TargetModel") -> None:
+    """Compare the model's own causal forward with itself over a cache: a prompt, then a tree with a bystander.
+
+    Raises:
+        ValueError: a path of the tree gets other features, or the model does not take a tree.
+    """
+    name = f"{target.name} ({type(target.model).__name__})"
+    ids = torch.arange(1, ROWS + 1, device=target.device)[None] % target.vocab_size
+    try:
+        with _settings(target):
+            expected = target.run(ids, None).features
+            found = _over_a_tree(target, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, RuntimeError, KeyError, IndexError, ValueError) as failure:
+        told = str(failure).splitlines()[0]
+        raise ValueError(f"{name} does not take a tree of tokens: {type(failure).__name__}: {told}") from failure
+    off = ((found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).median().item()
+    if not off <= max(1e-3, TREE_BOUND * torch.finfo(target.dtype).eps):
+        raise ValueError(f"{name} gives other features over a tree than over a text (off by {off:.2g})")
+
+
+def _over_a_tree(target: "TargetModel", ids: Tensor) -> Tensor:
+    """Features ``[1, ROWS, H]`` of a prompt, one row, and a tree whose second row is a bystander."""
+    cache, found = target.new_cache(1, ROWS + 1), []
+    for first, end in ((0, PROMPT), (PROMPT, PROMPT + 1)):
+        found.append(target.run(ids[:, first:end], cache).features)
+        cache.commit_first([end - first])
+    tree = torch.cat([ids[:, end : end + 1], ids[:, 1:2], ids[:, end + 1 :]], dim=1)
+    last = target.run(tree, cache, _bystander(tree.shape[1], target.device)).features
+    return torch.cat([*found, last[:, :1], last[:, 2:]], dim=1)
+
+
+def _bystander(count: int, device: torch.device) -> Rows:
+    """A chain whose second row is a sibling of the third, seen by no other row."""
+    see = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    see[2:, 1] = False
+    return Rows(see[None], see[None].sum(-1) - 1)
 
 
 def _difference(target: "TargetModel") -> str | None:
@@ -156,26 +197,27 @@ def _ours(target: "TargetModel", index: int, hidden: Tensor) -> Tensor:
     for first, end in ((0, PROMPT), (PROMPT, PROMPT + 1)):
         found.append(run(part, [hidden[:, first:end]], cache)[0])
         cache.commit_first([end - first])
-    # The tree's second row is a bystander: a sibling of the third, seen by no other row.
     tree = torch.cat([hidden[:, end : end + 1], hidden[:, 1:2], hidden[:, end + 1 :]], dim=1)
-    see = torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=target.device).tril()
-    see[2:, 1] = False
-    last = run(part, [tree], cache, Rows(see[None], see[None].sum(-1) - 1))[0]
+    last = run(part, [tree], cache, _bystander(tree.shape[1], target.device))[0]
     return torch.cat([*found, last[:, :1], last[:, 2:]], dim=1)
 
 
 @contextlib.contextmanager
 def _settings(target: "TargetModel") -> Iterator[None]:
-    """Cut the sliding windows of the model and the target to ``WINDOW``; multiply float32 in float32, not in TF32."""
-    windows, config, precision = target.windows, target.config, torch.get_float32_matmul_precision()
-    size = getattr(config, "sliding_window", None)
+    """Cut sliding windows and chunks of model and target to ``WINDOW``; multiply float32 in float32, not in TF32."""
+    config, precision = target.config, torch.get_float32_matmul_precision()
+    sizes = {key: size for key in ("sliding_window", "attention_chunk_size") if (size := getattr(config, key, None))}
+    own: Any = target.runner if isinstance(target.runner, StockRunner) else target
+    name = "windows" if own is target else "scopes"
+    kept = getattr(own, name)
     try:
         torch.set_float32_matmul_precision("highest")
-        if any(windows):  # models read theirs from their config
-            target.windows = [None if window is None else WINDOW for window in windows]
-            config.sliding_window = WINDOW
+        for key in sizes:  # models read theirs from their config
+            setattr(config, key, WINDOW)
+        setattr(own, name, scopes(config) if name == "scopes" else [size and WINDOW for size in kept])
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        if any(windows):
-            target.windows, config.sliding_window = windows, size
+        for key, size in sizes.items():
+            setattr(config, key, size)
+        setattr(own, name, kept)

@@ -98,7 +98,8 @@ class DraftHead:
         if self._product is None:
             return self.model.lm_head(features)
         with model_time():
-            return self._product(features)
+            logits = self._product(features)
+        return logits if self.model.logit_change is None else self.model.logit_change(logits)
 
     def read(self, rows: Sequence[list[int]]) -> None:
         """Take in the text of each batch row, whose tokens this head's last rows are: before anything is drafted."""
@@ -136,7 +137,9 @@ class DraftHead:
     @property
     def product(self) -> Any:
         """The product that a call is; None where it is not one of these."""
-        return None if self.reads is not None else self._product if self._product is not None else self.model.lm_product
+        if self.reads is not None or self.model.logit_change is not None:
+            return None
+        return self._product if self._product is not None else self.model.lm_product
 
     def spread(self, q: Tensor) -> Tensor:
         """Distributions over the tokens kept, ``[..., width]``, as ones over the vocabulary ``[..., V]``."""

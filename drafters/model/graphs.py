@@ -8,7 +8,6 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -108,7 +107,7 @@ class GraphRunner(FusedRunner):
             if (alive := runner()) is not None:
                 alive._forget(storages)
 
-        self.new_cache = partial(CachePool(MOST_ROWS, forget).take, model.config)
+        self.new_cache = CachePool(MOST_ROWS, forget).take
         self._parts: WeakSet[Part] = WeakSet()  # parts with a captured graph
         self._pool: Any = None
         # For warming up, and for capturing. torch has 32, and deals them out in turn: those of a trial are taken over.
@@ -221,7 +220,9 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
     whole = Part(layers, target.embed, target.norm)
     errors: list[list[Tensor]] = [[] for _ in layers]
     try:
-        plain, captured = (one.new_cache(2, 32, target.dtype, target.device) for one in (target.runner, graphs))
+        plain, captured = (
+            one.new_cache(target.config, 2, 32, target.dtype, target.device) for one in (target.runner, graphs)
+        )
         for runner, cache in ((target.runner, plain), (graphs, captured)):  # a prompt is never captured
             runner.run(whole, [tokens[:, :6]], cache)
             cache.commit_first([6, 4])

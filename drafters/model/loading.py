@@ -159,9 +159,9 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
     return config, adapter_config(name, revision)  # beside a config.json, transformers loads the adapter itself
 
 
-def layer_devices(model: Any) -> list[torch.device] | None:
+def layer_devices(model: Any, layers: nn.ModuleList) -> list[torch.device] | None:
     """Return each decoder layer's device; None if the whole model is on one device."""
-    found = [next(layer.parameters()).device for layer in model.model.layers]
+    found = [next(layer.parameters()).device for layer in layers]
     return found if len({weights.device for weights in model.parameters()}) > 1 else None
 
 

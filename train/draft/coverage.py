@@ -19,7 +19,7 @@ def load_draft_models(names: list[str], dtype: torch.dtype, device: torch.device
     Raises:
         ValueError: nothing loadable there.
     """
-    return [TargetModel.from_pretrained(name, dtype, device, engine="eager") for name in names]
+    return [TargetModel.from_pretrained(name, dtype, device, engine="stock") for name in names]
 
 
 @torch.no_grad()
