@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model import fused, target
+from drafters.model import check, fused, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
-from drafters.model.rows import Rope
+from drafters.model.rows import CHAIN, Placed, Rope, Scope
 from drafters.model.runner import FusedRunner
 
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -32,7 +32,7 @@ def load(model: PreTrainedModel, dtype: str, engine: Any = "fused") -> TargetMod
 # ----------------------------------------------------------------------------------------------- right, and must load
 
 
-@pytest.mark.parametrize("engine", ["eager", "fused", "graphs"])
+@pytest.mark.parametrize("engine", ["stock", "fused", "graphs"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "deep"])
 def test_massive_activations_load(family: str, dtype: str, engine: str) -> None:
@@ -44,7 +44,7 @@ def test_massive_activations_load(family: str, dtype: str, engine: str) -> None:
     assert taps[0, 0, CHANNEL] > 0.9 * HEIGHT and taps[0, 1:].abs().max() < HEIGHT / 50
 
 
-@pytest.mark.parametrize("engine", ["eager", "fused"])
+@pytest.mark.parametrize("engine", ["stock", "fused"])
 def test_a_layer_that_adds_nothing_loads(engine: str) -> None:
     """Catches a division by a contribution of zero: layers that were put in to be trained later add nothing."""
     model: Any = tiny.build("llama")
@@ -167,17 +167,24 @@ def test_wrong_layers_are_refused(wrong: str, dtype: str, with_massive: bool, mo
     load(copy.deepcopy(model), dtype)
     OURS[wrong](monkeypatch)
     where = rf"layer {DEEP // 2} of {DEEP}" if wrong == "one layer of many" else r"layer \d of 4|row \d|its final norm"
-    with pytest.raises(ValueError, match=rf"it \(\w+\) run layer by layer is not the model: ({where}).*engine: eager"):
+    with pytest.raises(ValueError, match=rf"it \(\w+\) run layer by layer is not the model: ({where}).*engine: stock"):
         load(model, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("wrong", ["rope's frequencies", "windows left out"])
+@pytest.mark.parametrize("wrong", ["windows left out", "positions", "a bystander is seen"])
 def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check of the engine "eager" that only compares transformers' layers with themselves."""
-    OURS[wrong](monkeypatch)
-    with pytest.raises(ValueError, match="(layer|row) .* adds something else"):
-        load(build(SHOWN_BY.get(wrong, "llama"), False), dtype, "eager")
+    """Catches a check of the engine "stock" that compares the model only with itself."""
+    load(build("mistral-sliding", False), dtype, "stock")
+    if wrong == "windows left out":
+        monkeypatch.setattr(Scope, "of", lambda self, positions, keys: keys[:, None] >= 0)
+    elif wrong == "positions":
+        right = Placed.positions
+        monkeypatch.setattr(Placed, "positions", lambda self: 2 * right(self))
+    else:
+        monkeypatch.setattr(check, "_bystander", lambda count, device: CHAIN)
+    with pytest.raises(ValueError, match="gives other features over a tree than over a text"):
+        load(build("mistral-sliding", False), dtype, "stock")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -215,7 +222,7 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
 def _scaled_embedding(model: Any) -> None:
     body, forward = model.model, model.model.forward
 
-    def scaled(input_ids: torch.Tensor, inputs_embeds: None, **rest: Any) -> Any:
+    def scaled(input_ids: torch.Tensor, inputs_embeds: None = None, **rest: Any) -> Any:
         return forward(inputs_embeds=1.5 * body.embed_tokens(input_ids), **rest)
 
     body.forward = scaled
@@ -275,10 +282,10 @@ THEIRS: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_models_that_do_more_are_refused(wrong: str, with_massive: bool, dtype: str) -> None:
     """Catches scales and caps of other families decoded as Llama's; the cap although small logits hardly show it."""
     change, message = THEIRS[wrong]
-    for engine in ("eager", "fused"):
+    for engine in ("stock", "fused"):
         model = build("llama", with_massive)
         change(model)
-        if wrong == "another LM head" and engine == "eager":  # which calls the model's own
+        if "logits" not in wrong and engine == "stock":  # which calls the model's own
             load(model, dtype, engine)
             continue
         with pytest.raises(ValueError, match=message):
@@ -295,7 +302,7 @@ def test_another_familys_layers_are_refused(dtype: str, monkeypatch: pytest.Monk
     config = GraniteConfig(**{key: common[key] for key in keys}, residual_multiplier=0.5)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    load(copy.deepcopy(model), dtype, "eager")
+    load(copy.deepcopy(model), dtype, "stock")
     with pytest.raises(ValueError, match=r"layer \d of 4 adds something else.*\(GraniteDecoderLayer\)"):
         load(model, dtype)
 
@@ -312,7 +319,7 @@ def test_values_that_overflow_are_said_to() -> None:
 
 
 @pytest.mark.skipif("DRAFTERS_LLM" not in os.environ, reason="DRAFTERS_LLM names no folder of a pretrained model")
-@pytest.mark.parametrize("engine", ["eager", "fused", "graphs"])
+@pytest.mark.parametrize("engine", ["stock", "fused", "graphs"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pretrained_model_loads(dtype: str, engine: Any) -> None:
     """Catches whatever random weights do not show."""

@@ -249,6 +249,7 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
     """
     bare = copy.copy(model)
     bare._modules = dict(model._modules)
+    bare.__dict__.pop("forward", None)  # which accelerate binds to the whole model
     head, body = model.get_output_embeddings(), body_of(model)
     names = {id(part): name for name, part in model._modules.items()}
     if id(head) not in names or id(body) not in names:
