@@ -173,15 +173,6 @@ def without() -> Iterator[None]:
     cpu_kernels.library.cache_clear()
 
 
-def test_a_level_that_is_none(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a mistyped switch that is taken for no switch."""
-    monkeypatch.setenv("DRAFTERS_CPU_KERNELS", "avx2")
-    with pytest.raises(
-        ValueError, match="is 'avx2'; set it to 0 for torch's kernels, to one of avx512, avx512_bf16, amx, or not"
-    ):
-        cpu_kernels.library()
-
-
 @pytest.mark.parametrize("reason", ["off", "no compiler", "an error", "no folder"])
 def test_without_them_torch_does_it(
     reason: str, without: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path

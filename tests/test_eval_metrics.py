@@ -116,29 +116,6 @@ def test_the_journal_holds_all_of_every_run() -> None:
     assert [run_from_line(json.loads(line)) for line in lines] == runs
 
 
-def test_a_rounds_drafters_are_released_before_the_next() -> None:
-    """Catches two rounds' drafters, with their weights and caches, in memory at once."""
-    alive = 0
-
-    class Held:
-        def __init__(self) -> None:
-            nonlocal alive
-            alive += 1
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-        def __call__(self, ids: list[list[int]], seed: int, most: int) -> Outcome:
-            return Outcome([1, 2], 0.0, 0.1, trace_of(1))
-
-    def make(temperature: float, batch: int) -> dict[str, Method]:
-        assert not alive
-        return {"m": Held()}
-
-    assert len(list(measure(make, PROMPTS[:2], PROMPTS[4:], [0.0, 1.0], 3, Limits(8)))) == 2 * 2 * 3
-
-
 @pytest.mark.parametrize(("tokens", "message"), [([4, 1, 5], "after EOS"), ([4] * 9, "9 new tokens"), ([], "0 new")])
 def test_overcounting_is_refused(tokens: list[int], message: str) -> None:
     """Catches tokens after EOS, or past the limit, that would count as speed."""
@@ -358,22 +335,6 @@ def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
         log_p += [logits[len(ids[run.prompt]) - 1 + i, token].item() for i, token in enumerate(run.tokens)]
     expected = torch.tensor(log_p).mean().neg().exp().item()
     assert Scores(target, ids).perplexity(runs) == {"perplexity": pytest.approx(expected, rel=1e-4)}
-
-
-def test_what_is_alike_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches outputs scored behind another's tokens, one that is the beginning of another, and a prompt that goes
-    through the target once for every method: of a long suite the report took longer than some of its methods."""
-    target = TargetModel(build("llama"))
-    outputs = [[12, 13, 14, 15], [12, 13, 9], [12, 13], [3], [12, 13, 14, 15, 16]]
-    runs = [placed(Outcome(tokens, 0, 1), 0, 1) for tokens in outputs]
-    alone = [Scores(target, [[5, 6, 7]]).perplexity([run])["perplexity"] for run in runs]
-    rows: list[int] = []
-    real = target.run
-    monkeypatch.setattr(target, "run", lambda ids, *more: rows.append(ids.shape[1]) or real(ids, *more))  # type: ignore[func-returns-value]
-    together = Scores(target, [[5, 6, 7]], [(0, run.tokens) for run in runs])
-    assert [together.perplexity([run])["perplexity"] for run in runs] == pytest.approx(alone, rel=1e-5)
-    # The prompt but for its last token; 3; 12, 13; 9; 14, 15; 16: each with the token before it.
-    assert rows == [2, 1, 2, 1, 2, 1]
 
 
 def test_tau_by_context_worked_by_hand() -> None:

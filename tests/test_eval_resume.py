@@ -247,23 +247,6 @@ def test_runs_of_another_kind_are_never_mixed(
     assert not list((tmp_path / "out").glob("measurements.unfinished.*"))
 
 
-def test_ctrl_c_says_what_is_kept_and_what_goes_on(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a last line that promises more, or less, than the next run finds."""
-    monkeypatch.setattr(journal, "command", lambda: "python -m eval.speed --config c.yaml")
-    quick = ("temperatures=[0.0]", "max_new_tokens=4")
-    kept = killed_after(len(METHODS) + 2, config, monkeypatch, *quick, by=KeyboardInterrupt).args[0]
-    (path,) = (tmp_path / "out").glob("measurements.unfinished.*.jsonl")
-    assert kept == f"4 runs, of complete prompts, are kept in {path}; to resume: python -m eval.speed --config c.yaml"
-    with opened(tmp_path, {}) as empty:
-        assert empty.kept().startswith("no prompt is complete yet; ")
-    write_prompts(tmp_path, {}, 0)
-    with opened(tmp_path, {}) as done:
-        done.finish()
-        assert done.kept().startswith(f"report.json and measurements.jsonl in {tmp_path} are complete; ")
-
-
 @pytest.mark.parametrize("other", ["host", "commit", "code", "files", "cpu_cores", "versions", "threads"])
 def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     """Catches runs on another machine, of other code or of a head that was trained on since, taken for the same."""

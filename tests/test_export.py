@@ -257,15 +257,6 @@ def test_rope_that_engines_compute_otherwise_is_refused(tmp_path: Path) -> None:
         export(save_head(tmp_path / "head", dynamic, layer="target"), "vllm", tmp_path / "vllm")
 
 
-def test_a_head_that_no_reader_serves_fails_the_check(tmp_path: Path) -> None:
-    """Catches --check without --to that says a head is good "for" an empty list of readers."""
-    out = exported("vllm", tiny_run.save_target(tmp_path / "narrow"), tmp_path)  # with a head_dim of its own
-    config = written(out)[0] | {"hidden_act": "gelu"}
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"none of its readers .*official code: .*head_dim 16; .*vLLM: .*silu.*gelu"):
-        check(out)
-
-
 def test_an_adapter_with_another_base_is_refused(target: TargetModel, tmp_path: Path) -> None:
     """Catches an adapter whose code has a RoPE base of 10,000 and ignores its config.json."""
     other = tiny.build("llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})

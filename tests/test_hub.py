@@ -2,8 +2,6 @@
 
 import json
 import re
-import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,21 +259,6 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     assert load_checkpoint("user/d", revision="v2")[0]["drafter_type"] == "eagle"
 
 
-@pytest.mark.parametrize(
-    ("request_", "fault"),
-    [("repos/create", 503), ("PUT", "drop"), ("commit/main", 409), ("commit/main", "lose"), ("preupload", "hang")],
-)
-def test_a_push_over_a_bad_line(
-    hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch, request_: str, fault: int | str
-) -> None:
-    """Catches an upload given up for what passes, and one that is committed twice because its answer was lost."""
-    monkeypatch.setattr("drafters.hub.client.PATIENCE", 0.5)
-    hub.faults = [(request_, fault)]
-    push_to_hub(saved, "user/d")
-    assert not hub.faults and len(hub.repositories["user/d"].commits) == 2
-    assert load_checkpoint("user/d")[0]["training"]["steps"] == 1200
-
-
 def test_a_push_that_was_broken_off_goes_on(
     hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,29 +404,6 @@ def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> N
     assert "holds pytorch_model.bin but no model.safetensors" in message
     assert "weights_only=True" in message
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
-
-
-def test_a_hub_that_never_answers(saved: Path, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a wait for ever, or minutes of attempts, where a Hub accepts the connection and says nothing."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(64)
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
-        began = time.monotonic()
-        for refused in (refusal(load_checkpoint, "user/d"), refusal(push_to_hub, saved, "user/d")):
-            assert "does not answer when asked for 'user/d' (waited 1 s)" in refused
-            assert "HF_HUB_OFFLINE=1" in refused
-        assert time.monotonic() - began < 30
-
-
-def test_a_server_without_xet(hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches "the Hub cannot be reached" of a Hub that is there and only lacks the newer storage."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    push_to_hub(saved, "user/d")
-    assert [line for line in hub.requests if "xet-write-token" in line], "the test's client has no Xet"
-    assert files(hub, "user/d")["model.safetensors"] == (saved / "model.safetensors").read_bytes()
-    assert load_checkpoint("user/d")[0]["drafter_type"] == "eagle"
 
 
 def test_a_card_says_how_engines_serve_it(tmp_path: Path) -> None:

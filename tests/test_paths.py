@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_prep.dialogues.encoding import load_tokenizer
-from drafters import TargetModel, load_drafter, load_frozen_ends
+from drafters import TargetModel, load_frozen_ends
 from drafters.common.files import save_tensors
 from drafters.common.paths import names_only
 from drafters.drafting.draft_model import load_draft_model
@@ -77,24 +77,6 @@ def test_an_index_names_weights_beside_it(
 def test_a_published_text_has_no_folders(text: str, shown: str | None) -> None:
     """Catches words lost behind a path at the beginning, and a path on a server or behind an option that is sent."""
     assert names_only(text) == (text if shown is None else shown)
-
-
-def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
-    """Catches a run that names the revision it measured, of a folder that has one state only."""
-    tiny.build("llama").save_pretrained(tmp_path)
-    name = str(tmp_path)
-    target = TargetModel.from_pretrained(name, "float32", "cpu")
-    for load in (
-        lambda: TargetModel.from_pretrained(name, revision="v1"),
-        lambda: load_frozen_ends(name, revision="v1"),
-        lambda: load_tokenizer(name, "v1"),
-        lambda: load_checkpoint(name, revision="v1"),
-        lambda: load_drafter(name, target, revision="v1"),
-    ):
-        with pytest.raises(
-            ValueError, match="revision is 'v1', but .* is a local folder, which has no revisions; leave"
-        ):
-            load()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

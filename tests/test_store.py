@@ -364,12 +364,3 @@ def test_a_manifest_does_not_point_elsewhere(tmp_path, key, value, message):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with refused(rf"manifest\.json is damaged \({message}.*delete .* and make the features"):
         FeatureStore.open(folder)
-
-
-def test_a_shard_may_be_a_link(tmp_path):
-    """Catches a store refused because its owner moved a shard to a larger disk and left a link."""
-    write_all(tmp_path / "store")
-    shard = tmp_path / "store" / "shard-00001.safetensors"
-    shard.rename(tmp_path / "elsewhere.safetensors")
-    shard.symlink_to(tmp_path / "elsewhere.safetensors")
-    FeatureStore.open(tmp_path / "store").verify()

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import recipes
 import tiny
 import tiny_run
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
@@ -99,32 +97,6 @@ def test_all_problems_at_once(settings: dict[str, Any], tmp_path: Path, capsys: 
     assert len(re.findall(r"PROBLEM: no feature store at .*nowhere", text)) == 2
     assert "3 problem(s): the run cannot start like this" in text
     assert "drafter" in text.rpartition("In short:")[2]  # and estimates all the same
-
-
-def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features of another target that go unnoticed because it lies in the cache; "ok" for what was not looked at."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name, folder in (("right", Path(settings["target"])), ("wrong", tmp_path / "other")):
-        if name == "wrong":
-            tiny.build("llama", seed=7).save_pretrained(folder)
-        repository = tmp_path / "hub" / f"models--some--{name}"
-        shutil.copytree(folder, repository / "snapshots" / "abc")
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text("abc")
-    report = report_on({**settings, "target": "some/right"})
-    assert not report.problems
-    assert re.search("target and features +target and exit layer are those of the features", report.text())
-    assert re.search("not checked +.*: tokenizer not here", report.text())
-    report = report_on({**settings, "target": "some/wrong"})
-    assert any("fingerprint" in problem and "'some/wrong'" in problem for problem in report.problems)
-    assert all(str(tmp_path / "hub") not in problem for problem in report.problems)
-    (tmp_path / "hub" / "models--some--wrong" / "snapshots" / "abc" / "model.safetensors").unlink()
-    report = report_on({**settings, "target": "some/wrong", "exit_layer": 4}, "kangaroo")
-    assert re.search("not checked +.*: weights and tokenizer not here", report.text())
-    assert [problem for problem in report.problems if "must be below the 4 layers" in problem]
-    assert any(
-        "neither a folder nor a repository" in text for text in report_on({**settings, "target": "a/b/c"}).problems
-    )
 
 
 def test_data_file_is_counted(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -281,23 +281,6 @@ def test_summary_of_a_finished_run(settings: dict[str, Any], monkeypatch: pytest
     assert json.loads((out / "summary.json").read_text())["steps"] == 8
 
 
-def test_summary_of_an_interrupted_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after hours that leaves no summary, or one that says "finished"."""
-    out, step = Path(settings["out"]), loop.TrainRun._step
-
-    def interrupted(self: loop.TrainRun, *arguments: Any) -> None:
-        if self.progress.step == 4:
-            raise KeyboardInterrupt
-        step(self, *arguments)
-
-    monkeypatch.setattr(loop.TrainRun, "_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tiny_run.train_here("eagle", {**settings, "save_every": 2})
-    made = json.loads((out / "summary.json").read_text())
-    assert (made["ended"], made["steps"]) == ("interrupted after step 4", 4)
-    assert made["last_good_state"].endswith("step-00000004")
-
-
 def test_nan_on_held_out_text_is_told_and_survived(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
