@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imp
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # no test needs the chunked upload service
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
-os.environ.setdefault("DRAFTERS_CACHE", "/nonexistent")  # what tests measure of a busy machine is kept for nobody
+os.environ.setdefault("DRAFTERS_CACHE", "/nonexistent")  # costs measured on a busy machine are not cached
 
 import ast
 import gc

@@ -2,7 +2,7 @@
 
 Repositories live in memory, those of data sets as ``datasets/owner/name``. Like the Hub, it commits small files inline
 and takes ``*.safetensors`` through the LFS batch interface, keeps every commit under its hash, and answers requests for
-files with the headers that fill the client's cache. Whatever it does not know is a 404, so a client that asks for
+files with the headers that fill the client's cache. An unknown request gets a 404, so a client that asks for
 something new fails loudly.
 """
 

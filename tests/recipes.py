@@ -1,4 +1,4 @@
-"""The estimates that the recipes in configs/ carry as comments: read them, or write them anew with
+"""The estimates that the recipes in configs/ carry as comments: read them, or rewrite them with
 
     python tests/recipes.py
 
@@ -50,7 +50,7 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
 
 
 def main() -> None:
-    """Write all estimates anew."""
+    """Rewrite all estimates."""
     os.chdir(ROOT)
     for file in recipes():
         lines, start, end = lines_of(file)

@@ -20,7 +20,7 @@ def talk(target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """``talk(lines, *arguments)``: what a conversation prints, in float32."""
 
     def hold(lines: str, *more: str, drafter: str = "speculative") -> str:
-        if drafter == "speculative":  # by the target itself: whatever it drafts is accepted
+        if drafter == "speculative":  # the target is its own draft model: all drafts are accepted
             more = (*more, f"draft_model={target_folder}", "gamma=3")
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         given = ["--target", str(target_folder), "--drafter", drafter, "--dtype", "float32"]

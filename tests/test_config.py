@@ -76,7 +76,7 @@ def test_wrong_file(tmp_path: Path, text: str, message: str) -> None:
     ],
 )
 def test_wrong_override(file: Path, override: str, message: str) -> None:
-    """Catches an override that is dropped, or that makes a key nobody reads."""
+    """Catches an override that is dropped, or that adds an unknown key."""
     with pytest.raises(ValueError, match=message):
         load_config(Run, file, [override])
 

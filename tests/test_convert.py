@@ -60,7 +60,7 @@ def eagle_weights(target: TargetModel, bias: float | None, dtype: torch.dtype = 
 def test_a_head_with_a_bias_drafts_as_published(
     said: dict[str, Any], pickled: bool, target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a bias lost on the way or by an engine: the head drafts worse than its authors', and nobody notices."""
+    """Catches a bias lost on the way or by an engine: the head drafts worse than its authors'."""
     weights = eagle_weights(target, 0.5)
     source = release(tmp_path / "released", released_config(target, **said), weights, pickled)
     with pytest.raises(ValueError, match=f"python -m drafters.convert {source} --target MODEL --out FOLDER"):

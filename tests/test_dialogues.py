@@ -283,5 +283,5 @@ def test_a_dataset_is_read_by_name(tmp_path):
     dialogues, counts = read(str(folder))
     assert [len(dialogue.messages) for dialogue in dialogues] == [2, 4]
     assert counts.dropped == {"no_assistant_turn": 1}
-    with refused(r"no dataset 'nobody/nothing' with a split 'validation'"):
-        read("nobody/nothing:validation")  # the tests run with the Hub switched off
+    with refused(r"no dataset 'none/nothing' with a split 'validation'"):
+        read("none/nothing:validation")  # the tests run with the Hub switched off

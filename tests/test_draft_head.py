@@ -171,7 +171,7 @@ def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
         assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)
 
 
-KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # of which 3 are drafted with, and one of 1 and 2 at a time
+KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # the first 3 are drafted with, and token 1 or 2
 TOYS: dict[str, Make] = {
     "eagle chain": eagle_with("chain", None, depth=3),
     "eagle static": eagle_with("static", None, paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
@@ -203,7 +203,7 @@ def test_the_measurement_sees_a_q_of_the_whole_vocabulary(name: str, monkeypatch
 
 
 def wrongly_spread(head: DraftHead, q: Tensor) -> Tensor:
-    """As if q had been normalised before tokens were left out: a third of its mass lies on those."""
+    """As if q had been normalised before tokens were left out: those have a third of its mass."""
     assert head.ids is not None
     whole = q.new_full((*q.shape[:-1], head.model.vocab_size), 1 / 6)
     return whole.index_copy_(-1, head.ids, q * 2 / 3)

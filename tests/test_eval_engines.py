@@ -93,7 +93,7 @@ def test_differences_are_in_standard_errors() -> None:
     one, other = ({"n_alpha": [0.5, rate], "steps": 1000} for rate in (0.5, 0.6))
     first, second = differences(one, other)
     assert first == 0
-    assert second == pytest.approx(0.1 / (0.25 / 500 + 0.24 / 500) ** 0.5, rel=0.01)  # 500 steps come to depth 2
+    assert second == pytest.approx(0.1 / (0.25 / 500 + 0.24 / 500) ** 0.5, rel=0.01)  # 500 steps reach depth 2
 
 
 def test_steps_are_put_together_from_commits_and_verifications() -> None:

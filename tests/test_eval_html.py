@@ -40,7 +40,7 @@ class Letters:
 
 
 def run_of(method: str, tokens: list[int], accepted: list[int], temperature: float = 0.0, source: str = "") -> Run:
-    """A run whose steps accepted so many draft tokens; the last one is cut to the tokens that there are."""
+    """A run with these accepted draft tokens per step; the last step is cut to the tokens left."""
     left, steps = len(tokens) - 1, []
     for each in accepted:
         steps.append(Step(0, each, each, each, min(each + 1, left), source=source if each else ""))

@@ -66,7 +66,7 @@ def trace_of(count: int) -> Trace:
         ([7] + list(range(100, 110)) * 2 + list(range(100, 109)), False),  # not quite three turns
         (list(range(32)) * 3, True),
         (list(range(33)) * 3, False),  # a longer cycle than the definition takes
-        ([9] * 40 + [1], False),  # it stopped by itself
+        ([9] * 40 + [1], False),  # it stopped before the limit
         ([4, 5] * 20 + [4], True),  # ends in the middle of a turn
         ([], False),
         (list(range(64)), False),
@@ -77,7 +77,7 @@ def test_loop_definition(tokens: list[int], loops: bool) -> None:
     assert ends_in_loop(tokens) is loops
 
 
-def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
+def test_methods_alternate_within_a_prompt_and_pools_are_emptied() -> None:
     """Catches one method running over all prompts before the next, and drafters kept from one round to the next."""
     calls: list[tuple[str, int]] = []
     builds: list[float] = []
@@ -154,7 +154,7 @@ def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
 
 
 def test_medians_pair_the_rounds() -> None:
-    """Catches the median time of each method taken apart: of another round each, which nobody ran side by side.
+    """Catches the median time of each method taken apart: of rounds that were not run side by side.
 
     By hand, with 10 tokens: seconds of the method 1, 2, 9 and of plain decoding 2, 8, 10; ratios 2, 4, 10/9, so the
     first round is the median one; taken apart it would be 8 / 2 = 4. On the other prompt, with 20 tokens, it is the
@@ -202,7 +202,7 @@ def test_every_figure_of_the_steps_by_hand() -> None:
     ]
     assert acceptance(runs, set()) == {
         "tau": pytest.approx(6 / 4),  # of forwards, not of steps
-        "tau_ci": (pytest.approx(4 / 3), pytest.approx(2)),  # of prompts drawn anew: twice the one, twice the other
+        "tau_ci": (pytest.approx(4 / 3), pytest.approx(2)),  # of resampled prompts: twice the one, twice the other
         "tau_by_prompt": pytest.approx((4 / 3 + 2) / 2),  # a long answer counts as a short one
         "tau_without_loops": pytest.approx(6 / 4),
         "ctar": [pytest.approx(2 / 3), pytest.approx(1 / 3)],  # more than 1, more than 2 tokens
@@ -340,7 +340,7 @@ def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
 def test_tau_by_context_worked_by_hand() -> None:
     """Catches the prefill's token, or the step's own, counted wrongly, bins off by one, and tau of a handful of steps.
 
-    Prompts of 10 tokens, and one from the prefill: 11 stand before the first step, 16 before the first of two tokens,
+    Prompts of 10 tokens, and one from the prefill: 11 precede the first step, 16 before the first of two tokens,
     56 before the first of three. Of three such runs the bins from 8 and from 64 on have fewer than 20 steps.
     """
     run = make_run(0, 60, 1.0, (1,) * 5 + (2,) * 20 + (3,) * 5)

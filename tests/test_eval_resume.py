@@ -29,7 +29,7 @@ PROMPTS = 3
 
 
 class Killed(BaseException):
-    """Ends a run where it stands, as kill -9 does: nobody catches it."""
+    """Ends a run at once, as kill -9 does: no handler catches it."""
 
 
 def run_of(method: str, prompt: int = 0) -> Run:
@@ -78,7 +78,7 @@ def killed_after(
     *overrides: str,
     by: type[BaseException] = Killed,
 ) -> BaseException:
-    """Run until so many runs are in the journal, and no further; what came out."""
+    """Run until the journal has ``runs`` runs. Return the exception that ended it."""
     left = runs
 
     def count(self: journal.RunJournal, run: Run, *prompts: Any) -> None:
@@ -220,7 +220,7 @@ def test_a_torn_journal_keeps_its_whole_prompts(
     tmp_path: Path, keep: Callable[[list[bytes]], list[bytes]], left: list[int]
 ) -> None:
     """Catches a journal that cannot be read after a power cut, half a line with the next run glued to it, and a prompt
-    of which some methods were timed before the kill and others after it."""
+    with some methods timed before the kill and others after it."""
     path = write_prompts(tmp_path, {"config": {"seed": 0}}, 0, 1, 2)
     path.write_bytes(b"".join(keep(path.read_bytes().splitlines(keepends=True))))
     with opened(tmp_path, {"config": {"seed": 0}}) as again:
@@ -293,7 +293,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9_loses_no_whole_prompt(config: dict[str, Any], tmp_path: Path) -> None:
-    """Catches runs that stand in a buffer when the process dies: the journal holds them at once."""
+    """Catches runs that are still buffered when the process dies: each is written to the journal at once."""
     quick = ("rounds=3", "temperatures=[0.0]")
     path = tmp_path / "speed.yaml"
     path.write_text(yaml.safe_dump(config))

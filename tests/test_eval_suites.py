@@ -57,7 +57,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, str, str | None, str | None]] = 
 
 
 def test_every_suite_that_ships_has_its_case() -> None:
-    """Catches a new suite whose fields nobody has compared with what is published."""
+    """Catches a new suite whose fields were not compared with the published ones."""
     assert set(suite_names()) == set(PUBLISHED)
 
 

@@ -70,7 +70,9 @@ def build(family: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
     for name, weights in model.named_parameters():
-        if weights.dim() == 1 and name.endswith("weight"):  # norms start at one and biases at zero: nobody would see
+        if weights.dim() == 1 and name.endswith(
+            "weight"
+        ):  # norms start at one and biases at zero, where a fault is unseen
             weights.data.uniform_(0.5, 1.5)
         elif weights.dim() == 1:
             weights.data.normal_(0, 0.3)

@@ -153,7 +153,7 @@ def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path:
 
 
 def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
-    """Catches a card whose front matter the Hub cannot parse, a table broken by a bar, or figures nobody measured."""
+    """Catches a card whose front matter the Hub cannot parse, a table broken by a bar, or unmeasured figures."""
     push_to_hub(saved, "user/plain")
     plain = files(hub, "user/plain")["README.md"].decode()
     front = yaml.safe_load(plain.split("---\n")[1])
@@ -375,7 +375,7 @@ def test_private_repository(hub: HubServer, login: Login, saved: Path) -> None:
 def test_errors_are_one_clear_line(
     hub: HubServer, login: Login, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a traceback of HTTP errors where one sentence would do, and an upload of what nobody could load."""
+    """Catches a traceback of HTTP errors where one sentence would do, and an upload that cannot be loaded."""
     monkeypatch.chdir(tmp_path)
     missing = refusal(load_checkpoint, "user/none")
     assert missing.startswith(f"no drafter 'user/none': there is no folder {tmp_path / 'user' / 'none'}")

@@ -108,7 +108,7 @@ def test_over_several_devices(method: str, engine: Any) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here: layers cannot be spread over them")
 def test_over_two_gpus(saved: str) -> None:
-    """Catches whatever pretended devices do not show: tensors of two real ones in one operation."""
+    """Catches what pretended devices do not show: tensors of two real ones in one operation."""
     rows = []
     for options in ({"device": "cuda:0"}, {"device_map": "balanced"}):
         target = TargetModel.from_pretrained(saved, "float32", **options)  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong(old: str, new: str, rule: str = "verify_sampled") -> Rule:
     """A rule of drafters/loop/acceptance.py, with a mistake in its text."""
     source = Path(acceptance.__file__).read_text()
-    assert source.count(old) == 1, f"the text to break stands {source.count(old)} times in acceptance.py: {old}"
+    assert source.count(old) == 1, f"the text to break occurs {source.count(old)} times in acceptance.py: {old}"
     module = types.ModuleType("drafters.decoding.wrong")
     module.__package__ = "drafters.decoding"
     exec(compile(source.replace(old, new), "wrong", "exec"), module.__dict__)

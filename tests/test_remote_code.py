@@ -1,4 +1,4 @@
-"""Models, tokenizers and checkpoints that come with code: no program runs it, whatever is typed at its questions."""
+"""Models, tokenizers and checkpoints that come with code: no program runs it, not even if a user types "yes"."""
 
 import io
 import json
@@ -283,7 +283,7 @@ def test_no_other_program_runs_a_models_code(
 
 
 def test_a_gguf_file_is_read_alone(trap: Trap, said_yes: None, tmp_path: Path) -> None:
-    """Catches a converter that takes configuration and tokenizer, and their code, from what lies beside the file."""
+    """Catches a converter that takes configuration and tokenizer, and their code, from the file's folder."""
     shutil.copytree(trap.strange, tmp_path / "downloaded")
     tiny_gguf.write(tmp_path / "downloaded" / "tiny.gguf")
     data_prep.gguf.main([str(tmp_path / "downloaded" / "tiny.gguf"), "--out", str(tmp_path / "target")])
@@ -292,7 +292,7 @@ def test_a_gguf_file_is_read_alone(trap: Trap, said_yes: None, tmp_path: Path) -
 
 
 def test_an_export_and_an_import_run_no_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
-    """Catches a target's configuration read with its code, of which an export takes the widths."""
+    """Catches a target's configuration, whose widths an export needs, read with its code."""
     given = [str(trap.root / "clean-head"), "--to", "vllm", "--out", str(tmp_path / "out"), "--target"]
     target = TargetModel.from_pretrained(str(trap.clean), "float32", "cpu")
     save_checkpoint(given[0], EagleHead(target.config), make_config("eagle", {}, target))

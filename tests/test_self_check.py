@@ -167,14 +167,14 @@ def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("with_massive", [False, True], ids=["plain", "massive"])
 def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches weights of one layer that were laid out wrongly, which a layer made anew in float32 does not show; and a
+    """Catches weights of one layer that were laid out wrongly, which a layer rebuilt in float32 does not show; and a
     kernel that is wrong for single rows alone."""
     model = build("deep", with_massive)
     made: list[Any] = []
 
     def damaged(self: FusedRunner, layer: Any) -> Any:
         made.append(FusedLayer(layer))
-        if len(made) == 6:  # the sixth of the target's; what the check makes anew comes later
+        if len(made) == 6:  # the sixth of the target's; those that the check rebuilds come later
             made[5].attention.out = Product(made[5].attention.out.weight.flip(0))
         return made[-1]
 

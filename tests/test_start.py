@@ -49,7 +49,7 @@ def data(tmp_path: Path) -> Path:
 
 
 class Pythons:
-    """In the place of ``python``, a script that has this process fork what it would start: the imports are done."""
+    """A script named ``python`` that has this process, whose imports are done, fork what it would start."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -131,7 +131,7 @@ def test_from_a_model_and_dialogues_to_a_card(
 def test_from_a_model_alone_to_answers(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches questions that the split drops since nobody has answered them, and a plan that no step's schema takes."""
+    """Catches unanswered questions that the split drops, and a plan that no step's schema takes."""
     monkeypatch.setattr("train.plan.configs.ASKED", 200)  # a random target seldom ends a question
     out, pythons = tmp_path / "mine", Pythons(tmp_path / "pythons")
     monkeypatch.setattr(sys, "executable", str(pythons.folder / "python"))
@@ -206,7 +206,7 @@ def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches features written to a disk that they fill, answers of the target that it gives again, and a Kangaroo
-    whose options nobody has searched.
+    whose options were not searched.
     """
     made = plan(model, monkeypatch, tmp_path, disk=10**8)
     assert "features" not in [step.name for step in made.steps]

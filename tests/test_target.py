@@ -87,7 +87,7 @@ def test_tree_attention_equals_each_path_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("lengths", [(10, 10), (10, 7)])
 def test_trees_grown_in_parts(family: str, lengths: tuple[int, int]) -> None:
-    """Catches a later level that stands where the first does, and a window that siblings push each other out of.
+    """Catches a later level at the first one's positions, and a window that siblings push each other out of.
 
     A side branch, and beside it a branch longer than the window, so that its end must not see its beginning.
     """

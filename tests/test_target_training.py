@@ -37,7 +37,7 @@ def losses(config):
 
 
 class KilledError(Exception):
-    """Stands for kill -9."""
+    """Replaces kill -9."""
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
@@ -96,7 +96,7 @@ def test_a_draft_model_takes_its_targets_tokenizer(corpus, tmp_path):
 
 
 def test_a_finished_run_is_left_alone(corpus, tmp_path, capsys):
-    """Catches a forgotten --resume that takes the only checkpoint apart to write it anew, or an export never made."""
+    """Catches a forgotten --resume that takes the only checkpoint apart to write it again, or an export never made."""
     config = tiny(corpus, tmp_path, steps=2)
     target_run.TargetRun(config, False, []).train()
     assert not target_run.is_finished(config)  # killed before its export

@@ -87,10 +87,10 @@ def test_divergences_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_it_learns_from_where_the_draft_model_stands(
+def test_training_starts_from_the_draft_model(
     settings: dict[str, Any], draft: Path, target: TargetModel, precision: str
 ) -> None:
-    """Random weights in the place of the draft model's, an LM head that is not trained or not saved, a folder that
+    """Random weights instead of the draft model's, an LM head that is not trained or not saved, a folder that
     transformers or a drafter does not load."""
     out = Path(settings["out"])
     tau = {"tau_every": 40, "tau_prompts": 1, "tau_new_tokens": 4} if precision == "bf16" else {}

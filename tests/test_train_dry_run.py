@@ -200,7 +200,7 @@ def test_parameters_of_the_papers() -> None:
 
 @pytest.mark.parametrize("file", recipes.recipes(), ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_recipes_say_what_they_take(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures in a comment that its own command does not give (any more): python tests/recipes.py writes them anew."""
+    """Figures in a comment that its own command no longer gives: python tests/recipes.py rewrites them."""
     monkeypatch.chdir(ROOT)
     lines, start, end = recipes.lines_of(file)
     report, expected = recipes.estimate(file)

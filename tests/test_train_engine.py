@@ -1,4 +1,4 @@
-"""The engine: precision of sums, ZeRO stages, ranks and offload, all of which must train the same."""
+"""The engine: precision of sums, ZeRO stages, ranks and offload: all must train the same."""
 
 import gc
 import itertools
@@ -49,7 +49,7 @@ def jobs(settings: dict[str, Any], folder: Path, changes: dict[str, dict[str, An
 
 @pytest.mark.slow
 def test_muon_is_the_same_at_every_stage(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches a matrix of which a rank takes another's part, padding taken for weights, parts made orthogonal alone."""
+    """Catches a rank that takes another's part of a matrix, padding taken for weights, parts made orthogonal alone."""
     muon = {**settings, "optimizer": "muon", "weight_decay": 0.1}
     tiny_run.train_here("eagle", {**muon, "gradient_accumulation": 4, "out": str(tmp_path / "alone")})
     changes = {f"zero{stage}": {"zero_stage": stage} for stage in (0, 1, 2)}

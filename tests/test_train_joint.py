@@ -150,7 +150,7 @@ def test_the_target_waits_and_then_has_a_rate_of_its_own(settings: dict[str, Any
 
 
 def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
-    """LoRA without the target beneath, moments of another part, dropout of another step, warm-up begun anew."""
+    """LoRA without the target beneath, moments of another part, dropout of another step, warm-up begun again."""
     lora = LORA | {"dropout": 0.2}
     values = fields(settings, lora=lora) | {"steps": 8, "save_every": 3, "precision": "float32"}
     tiny_run.train_here("medusa", values | {"out": str(tmp_path / "reference")})
@@ -171,7 +171,7 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
 
 
 def test_whole_targets_are_tuned_too(settings: dict[str, Any], target: TargetModel, features: Path) -> None:
-    """Layers that stay as they are, an embedding or LM head that does not, heads that begin anew."""
+    """Layers that stay as they are, an embedding or LM head that does not, heads that are initialised again."""
     first = tiny_run.settings(target.name, features, Path(settings["out"]).with_name("first"), heads=HEADS, steps=3)
     tiny_run.train_here("medusa", first)
     changes = {"init_from": first["out"], "steps": 1, "learning_rate": 1e-6, "weight_average": 0.5}

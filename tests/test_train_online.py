@@ -212,7 +212,7 @@ def test_features_that_are_not_finite_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """NaN of one dialogue that reaches its neighbours in the row, the loss, or nobody's notice."""
+    """NaN of one dialogue that reaches its neighbours in the row, the loss, or that is not reported."""
     values = settings(target, Path("unused"))
     config = validate(EagleConfig, {**values, "data": data}, source="test")
     inputs = open_inputs(config)

@@ -76,7 +76,7 @@ def test_a_target_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch
 
 
 def test_shuffled_features_fail(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features that stand at other tokens than they were computed for: a head learns even those by heart."""
+    """Features at other tokens than they were computed for: a head learns even those by heart."""
     read = FeatureStore.__getitem__
 
     def shuffled(self: FeatureStore, index: int) -> Any:

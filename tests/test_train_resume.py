@@ -186,7 +186,7 @@ def test_a_full_disk_loses_nothing(settings: dict[str, Any], tmp_path: Path) -> 
 
 
 def sign(folder: Path, **changes: Any) -> None:
-    """Give a state the checksums of what now lies there."""
+    """Give a state the checksums of its present files."""
     progress = {**json.loads((folder / "progress.json").read_text()), **changes}
     progress.pop("sha256")
     (folder / "progress.json").write_text(json.dumps({**progress, "sha256": checksums(folder, progress)}))
@@ -270,7 +270,7 @@ def test_states_that_cannot_be_read_are_named(settings: dict[str, Any], tmp_path
 def test_minutes_count_on_after_a_resume(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A time limit that starts anew with every resume."""
+    """A time limit that restarts with every resume."""
     ticks = itertools.count()
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: 0.05 * next(ticks)))
     values = {**settings, "steps": 20, "save_every": 10, "schedule": "constant", "out": str(tmp_path / "run")}

@@ -60,11 +60,11 @@ def test_plain_formulation_has_our_loss_and_gradients(
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
-    """Masters that are rounded, a clip before the last micro-batch, a sum in the place of a mean over them."""
+    """Masters that are rounded, a clip before the last micro-batch, a sum instead of a mean over them."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # At stage 0 in bf16, DeepSpeed begins with a step on zeros, which moves Adam's bias corrections by one step.
     changes = {"precision": precision, "zero_stage": 1, "gradient_accumulation": 2}
-    # The clip lies between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
+    # The clip is between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
     changes |= {"gradient_clipping": 15.0 if precision == "float32" else 1000.0, "weight_decay": 0.1}
     task, other = (task_of("eagle", folder, load_frozen_ends(str(folder / "target"), dtype), **changes) for _ in "ab")
     engine.start(task.config)

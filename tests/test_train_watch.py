@@ -284,7 +284,7 @@ def test_summary_of_a_finished_run(settings: dict[str, Any], monkeypatch: pytest
 def test_nan_on_held_out_text_is_told_and_survived(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that ends over one bad held-out dialogue, a NaN in TensorBoard, or one that nobody hears of."""
+    """A run that ends over one bad held-out dialogue, a NaN in TensorBoard, or one that is not reported."""
     figures = heldout.Heldout.figures
     monkeypatch.setattr(
         heldout.Heldout, "figures", lambda self, *given: {**figures(self, *given), "heldout_loss": math.nan}

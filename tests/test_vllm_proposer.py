@@ -1,4 +1,4 @@
-"""Our proposer for vLLM, without vLLM: the drafts of our loop, whatever becomes of the rows of its batch."""
+"""Our proposer for vLLM, without vLLM: the drafts of our loop, also when rows move in its batch."""
 
 import random
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_the_drafts_are_those_of_our_loop(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_move() -> None:
-    """Catches a request that is given another one's text, or begins anew, when vLLM moves it in its batch."""
+    """Catches a request that is given another one's text, or restarts, when vLLM moves it in its batch."""
     dice = random.Random(0)
     texts = {n: [dice.randrange(6) for _ in range(12)] for n in range(9)}
     entry = {"drafter": "suffix", "alpha": 3.0, "memory": 0}

@@ -235,7 +235,7 @@ def without_pictures() -> None:
 
 
 def arguments(**given: Any) -> Namespace:
-    """A command line of train/<kind>.py, with what is ``given`` in the place of defaults."""
+    """A command line of train/<kind>.py, with ``given`` instead of defaults."""
     return Namespace(**vars(command_line.parse_arguments(None, ["--config", "none"])) | given)
 
 
