@@ -71,16 +71,3 @@ def test_ctrl_c_stops_the_answer_alone(talk: Talk, monkeypatch: pytest.MonkeyPat
     assert "plain decoding" not in stopped
     assert "times as fast" in rest
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_what_does_not_fit_is_refused(talk: Talk, target_folder: Path, tmp_path: Path) -> None:
-    """Catches mistakes found after the first question: a context without room, a target without a template."""
-    with pytest.raises(ValueError, match="--max-new-tokens is 256, .* has a context of 256: give less"):
-        talk("", "--max-new-tokens", "256")
-    with pytest.raises(ValueError, match="unknown key 'gama'; did you mean 'gamma'"):
-        talk("", "gama=4")
-    for file in target_folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(ValueError, match="has no chat template"):
-        talk("", "--target", str(tmp_path))

@@ -101,23 +101,3 @@ def test_what_died_goes_on(apart, monkeypatch):
     run(here)
     assert {file: file.stat().st_mtime_ns for file in done} == done
     assert_same(here)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("device=cpu", "device is 'cpu', but vLLM uses all visible GPUs"),
-        ("device_map=auto", "device_map is 'auto'.*tensor_parallel_size"),
-        ("vllm.python=none", r"not installed, no file none; run make \.venv-vllm/\.installed"),
-        ('vllm.options={"enable_lora": true}', "enable_lora: .*merge the adapter"),
-        ('vllm.options={"max_model_len": 99}', "max_model_len: give max_length"),
-        ("dtype=float8", "dtype.*float8"),
-        ("heldout_answers=own", "this process does not load the target to write them"),
-        ("vllm.python=pyproject.toml", "pyproject.toml cannot be started"),
-    ],
-)
-def test_mistakes_are_found_at_the_start(apart, override, message):
-    """Catches what shows only when a large target has been loaded for minutes."""
-    with pytest.raises(ValueError, match=message):
-        run(apart, override)
-    assert not list((apart.parent / "out").rglob("*.safetensors"))

@@ -31,8 +31,6 @@ from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters.model.target import TargetModel
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def write_data(path: Path, count: int, first: int = 0, extra: list[str] | None = None) -> Path:
     lines = [json.dumps(dialogue(index)) for index in range(first, first + count)]

@@ -26,7 +26,6 @@ from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import Lora
 from train.core.lora import save_adapter, with_lora
 
-ROOT = Path(__file__).parents[1]
 CONFIG = {
     "drafter_type": "eagle",
     "format_version": 1,
@@ -299,26 +298,6 @@ def test_what_is_pulled_drafts_the_same(
     exec(ours, made[0])
     exec(theirs, made[1])
     assert made[0]["result"].tokens[0].tolist() == made[1]["output"][0, made[0]["input_ids"].shape[1] :].tolist()
-
-
-def test_options_change_an_existing_card(hub: HubServer, login: Login, saved: Path) -> None:
-    """Catches --license, --base-model and --dataset that are dropped without a word, and an author's words lost."""
-    words = "\n# Mine\n\nMy own words, e.g. `tokens/s`.\n"
-    (saved / "README.md").write_text(f"---\ntags: [mine]\nlicense: mit\ndatasets: a/b\n---\n{words}")
-    options = ["--license", "apache-2.0", "--base-model", "someone/other", "--dataset", "c/d"]
-    drafters.hub.__main__.main(["push", str(saved), "user/d", *options])
-    _, header, text = files(hub, "user/d")["README.md"].decode().split("---\n")
-    assert text == words
-    expected = {"tags": ["mine"], "license": "apache-2.0", "base_model": "someone/other", "datasets": ["a/b", "c/d"]}
-    assert yaml.safe_load(header) == expected
-    (saved / "README.md").write_text(words)
-    push_to_hub(saved, "user/d", card=Card(license="mit"))
-    assert files(hub, "user/d")["README.md"].decode() == f"---\nlicense: mit\n---\n{words}"
-    (saved / "README.md").write_text(f"---\n- a list\n---\n{words}")
-    assert "README.md: the header is no YAML mapping" in refusal(push_to_hub, saved, "user/d", card=Card(license="mit"))
-    assert "without the certificate, report or figures" in refusal(
-        push_to_hub, saved, "user/d", card=Card(figures={"tau": 2.9})
-    )
 
 
 BAD_NAMES = ["../../x", "", "a/b/c", "user/é", "name", "user/a--b", "datasets/x", "https://host/x"]

@@ -21,7 +21,6 @@ from data_prep.dialogues.reader import Dialogue
 from drafters import TargetModel, make_drafter
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 
-ROOT = Path(__file__).resolve().parents[1]
 NEW = 10
 
 

@@ -212,17 +212,6 @@ def test_a_gradient_of_nan_reaches_no_state(
     assert all(value.isfinite().all() for value in state(tmp_path / "run", 2).values())
 
 
-def test_offload_is_refused_where_it_cannot_be(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option that does nothing, or a host that starts to swap."""
-    with pytest.raises(ValueError, match=r"offload: optimizer needs zero_stage: 1, 2 or 3 \(it is 0\)"):
-        validate(EagleConfig, {**settings, "offload": "optimizer"}, source="test")
-    with pytest.raises(ValueError, match=r"offload: parameters needs zero_stage: 3 \(it is 2\)"):
-        validate(EagleConfig, {**settings, "offload": "parameters", "zero_stage": 2}, source="test")
-    monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
-    with pytest.raises(ValueError, match=r"offload: optimizer keeps 406 kB of 25,392 weights' state .* 10\.0 kB free"):
-        tiny_run.train_here("eagle", {**settings, "offload": "optimizer", "zero_stage": 1})
-
-
 def test_float16_skips_steps_that_overflow(settings: dict[str, Any]) -> None:
     """Catches float16 without a loss scale, at a stage that keeps no float32 masters; and a run that ends where the
     scale is too large at its first step, which DeepSpeed skips."""

@@ -120,15 +120,3 @@ def test_the_ends_of_a_draft() -> None:
     assert Batch(1, lookup | {"gamma": 3}).step([text], [1]) == [[3, 4, 5]]
     assert Batch(1, lookup | {"gamma": 30}).step([text], [1]) == [[3, 4, 5, 6, 7]]
     assert Proposer(vllm_config(1, {}))._drafter.name == "prompt_lookup"
-
-
-def test_bad_options() -> None:
-    """Catches a method that would fail at its first step, in a server that has just loaded its weights for minutes."""
-    for entry, message in (
-        ({"drafter": "eagle"}, "'eagle' needs more; known: prompt_lookup, suffix, rest"),
-        ({"drafter": "suffix", "nodes": "auto"}, "nodes: auto depends on step costs"),
-        ({"drafter": "suffix", "chain": False}, "vLLM verifies chains alone"),
-        ({"drafter": "rest", "datastore": "none"}, "no datastore at none"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Proposer(vllm_config(1, {"drafter": entry}))
