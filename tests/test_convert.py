@@ -170,20 +170,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda config, weights: weights.update({"norm.weight": weights[Q][0].clone()}),
         "unexpected weights: norm",
     ),
-    "width": (
-        lambda config, weights: config.update(hidden_size=64),
-        "hidden_size is 64 in config.json, 48 in the target",
-    ),
     "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give the model that it was"),
-    "layers": (lambda config, weights: config.update(num_hidden_layers=2), "num_hidden_layers is 2 .* a head has 1"),
     "EAGLE-3": (lambda config, weights: renamed(weights, "midlayer.", d2t=torch.zeros(3)), "is an EAGLE-3 head"),
     "a model": (
         lambda config, weights: renamed(weights, "model."),
         "is no head of a known kind .known: an EAGLE",
-    ),
-    "ours": (
-        lambda config, weights: config.update(drafter_type="eagle"),
-        "is a drafter of this toolkit; load_drafter reads it",
     ),
 }
 

@@ -167,31 +167,6 @@ def test_what_is_split_keeps_tools_reasoning_and_weights(tmp_path):
     assert parse_record(json.loads(json.dumps(written_record(before))), "x") == before
 
 
-@pytest.mark.parametrize(
-    ("name", "loaded"),
-    [
-        ("owner/name", (None, "train")),
-        ("owner/name:test", (None, "test")),
-        ("owner/name:de", ("de", "train")),
-        ("owner/name:de:test", ("de", "test")),
-    ],
-)
-def test_a_configuration_may_be_named(name, loaded, monkeypatch):
-    """Catches data sets whose configurations cannot be named."""
-    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
-    asked = []
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: ["de", "en", "dev"])
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda repository, config: ["train", "dev"])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or [GOOD])
-    check_source(name)
-    assert len(read(name)[0]) == 1
-    assert asked == [("owner/name", *loaded)]
-    with refused(r"owner/name:dev: 'dev' is a configuration and a split there; write owner/name"):
-        read("owner/name:dev")
-    with refused("no data file at owner/name:a:b:c; give .* owner/name.:config..:split."):
-        read("owner/name:a:b:c")
-
-
 def test_broken_lines_are_counted_and_the_rest_is_read(tmp_path):
     """Catches one bad line ending the run: cut JSON, bytes that are no UTF-8, endless nesting, a byte-order mark."""
     accented = json.dumps(turns(("human", "Où ?"), ("gpt", "Là")), ensure_ascii=False).encode()

@@ -1,7 +1,6 @@
 """Speed of batches: what is decoded together, how it is counted, what goes on after a kill, and what is refused."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,24 +130,6 @@ def test_a_killed_run_goes_on_within_a_batch_size(
     timeless = ("drafter", "batch", "tau", "exact_match", "new_tokens", "perplexity", "steps", "ctar")
     tables = [[{name: row[name] for name in timeless} for row in report(made)["rows"]] for made in (whole, config)]
     assert tables[0] == tables[1]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["batch=3"], "prompts.count is 4, but batches of 3 need a multiple of 3: give 3 or 6"),
-        (["batch=[2, 2]"], "batch: .*different"),
-        (["batch=8", "prompts.count=null", "stock=[]"], "there are 5 prompts to measure.*batches of 8 need 8"),
-        (["batch=2", 'drafters=[{"drafter": "lookahead"}]'], "methods .'lookahead', 'copies'. decode at most 1 row"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    config: dict[str, Any], overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches batches that are not full, measured as if they were, and hours spent on plain decoding alone."""
-    assert run(config, *overrides) == 1
-    printed = capsys.readouterr()
-    assert re.search(message, " ".join((printed.err + printed.out).split()))
 
 
 def batch_of(rows: list[list[int]], steps: list[Step], seconds: float = 1.0) -> Outcome:

@@ -65,24 +65,6 @@ def test_a_grid_becomes_an_entry_for_each_combination() -> None:
     assert entries(given)[0].expand()[0].name == "C"
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"grid": {}}, "at least 1 item"),
-        ({"grid": {"gamma": []}}, "at least 1 item"),
-        ({"grid": {"gamma": [3, 3]}}, r"gamma needs different values, found \[3, 3\]"),
-        ({"gamma": 2, "grid": {"gamma": [3]}}, "gamma is also set in the entry itself"),
-        ({"inner": {"gamma": 2}, "grid": {"inner.gamma": [3]}}, "inner.gamma is also set in the entry itself"),
-        ({"inner": 7, "grid": {"inner.gamma": [3]}}, "inner.gamma is also set in the entry itself"),
-        ({"grid": {"label": ["a", "b"]}}, "label is also set in the entry itself"),
-    ],
-)
-def test_a_grid_that_cannot_be_meant_is_refused(entry: dict[str, Any], message: str) -> None:
-    """Catches an empty grid that measures nothing, and one that silently overrules the entry."""
-    with pytest.raises(ValueError, match=message):
-        entries({"drafter": "speculative", **entry})
-
-
 def test_a_name_may_have_other_settings_at_another_temperature(target: TargetModel) -> None:
     """Catches the settings of one temperature measured at the other, where each was tuned for its own."""
     chosen = entries(

@@ -13,21 +13,16 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
-from matplotlib import pyplot
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
 from data_prep import features
 from data_prep.answers.finished import whose
-from data_prep.answers.heldout import regeneration
-from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.store.lock import LOCK
 from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from train import summary
-from train.run import picture
 from train.run.answers import OWN_SHARE
 from train.run.files import read_metrics
 
@@ -161,16 +156,6 @@ def test_answers_that_are_its_own_already_are_taken_as_they_are(tmp_path, speake
         assert whose(header) == "given"
 
 
-def test_how_much_is_answered(tmp_path, speaker):
-    """Catches hours on a held-out file of thousands, or a default that a target with a short context refuses."""
-    values = {"target": str(speaker), "splits": {"heldout": "h.jsonl"}, "out": "out"}
-    few = regeneration(FeaturesConfig(**values, limit=7, max_length=64, batch_tokens=2048))
-    assert (few.limit, few.max_new_tokens, few.max_context, few.batch) == (7, 128, 192, 4)  # of a context of 256
-    many = regeneration(FeaturesConfig(**values, limit=6000, max_length=200, batch_tokens=1 << 20))
-    assert (many.limit, many.max_context, many.batch, many.temperature) == (100, 256, 32, 0.0)
-    assert regeneration(FeaturesConfig(**values, heldout_new_tokens=5)).max_new_tokens == 5
-
-
 def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
     """A step of training, and its summary."""
     values = tiny_run.settings(str(target), features, out, steps=1, batch_tokens=512)
@@ -178,29 +163,21 @@ def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())["heldout_answers"]
 
 
-def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, tiny_target, capsys, monkeypatch):
+def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, tiny_target, capsys):
     """Catches fine figures on somebody else's answers without a word; a command in the warning that does not help."""
     found = train(made / "out", speaker, tmp_path / "own")
     store = FeatureStore.open(made / "out" / "heldout")
     assert found["answers"] == "own" and found["warning"] is None
     assert found["own_share"] == pytest.approx(first_choices(store, tiny_target))
-    said = capsys.readouterr().out
-    assert "held-out answers: the target's own, greedy (" in said and "warning" not in said
     # The same dialogues with the answers that came with them.
     folder = tmp_path / "my data"
     folder.mkdir()
     run(write_config(folder, speaker, **OWN | {"heldout_answers": "given", "exit_layers": [2]}))
-    shown: list[str] = []
-    monkeypatch.setattr(picture, "draw", tiny_run.draw)
-    monkeypatch.setattr(pyplot, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
     capsys.readouterr()
     found = train(folder / "out", speaker, tmp_path / "given")
     assert found["answers"] == "given" and found["own_share"] < 0.5
     said = capsys.readouterr().out
     assert said.count(f"warning: {found['warning']}") == 2  # at the start, and where a run of hours ends
-    assert any("not what decoding gives" in title for title in shown)
-    summary.main([str(tmp_path / "given")])
-    assert found["warning"] in capsys.readouterr().out
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
     # The printed command.
     removal, make = found["warning"].partition("To measure on its own answers: ")[2].split(" && ")

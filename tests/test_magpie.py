@@ -128,19 +128,6 @@ def test_what_is_dropped_and_why(chat):
     assert (len(asked.seen), asked.drawn, asked.done) == (2, 7, False)
 
 
-def test_a_question_ends_where_the_template_says(chat, target_folder):
-    """Catches questions that go on to the limit: of a tokenizer whose end of text is another than a turn's."""
-    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
-    target.model.generation_config.eos_token_id = 1  # type: ignore[union-attr]
-    chat.tokenizer.eos_token = "<|endoftext|>"
-    asked = Asked(chat, "<|im_end|>", Rank(), 9, [])
-    asked.open(target)
-    assert asked.ends == {1, chat.tokenizer.eos_token_id, EOS}
-    asked = Asked(chat, " ASSISTANT:", Rank(), 9, [])
-    asked.open(target)
-    assert EOS not in asked.ends
-
-
 def test_as_many_as_were_wanted_and_each_once(target_folder, tmp_path):
     config = write_config(tmp_path, target_folder)
     questions = run(config)

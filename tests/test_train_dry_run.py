@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
 from data_prep.configs import FeaturesConfig
-from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of
 from train.core.config import TrainConfig
@@ -26,11 +25,6 @@ from train.preflight.estimate import MicroBatch, memory_parts, meta_task, parame
 from train.run.files import run_folder_bytes
 
 ROOT = tiny_run.ROOT
-
-
-@pytest.fixture
-def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
-    return tiny_run.settings(target.name, features, tmp_path / "run")
 
 
 TRACED: dict[str, dict[str, int]] = {}

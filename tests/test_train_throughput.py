@@ -1,7 +1,6 @@
 """train/throughput.py and the plain formulation that it compares with (train/bench/reference.py)."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from train.core.task import Task, make_task
 from train.data.packing import collate
 
 DIALOGUES = [3, 0, 1, 2, 6]
-SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"
-
-
 def task_of(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:
     if kind == "kangaroo":
         changes["exit_layer"] = tiny_run.TAP
@@ -107,20 +103,3 @@ def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, 
     assert not (tmp_path / "run").exists()
     printed = capsys.readouterr().out
     assert "ratio  " in printed and "times the tokens/s (median of 2 rounds)" in printed
-
-
-@pytest.mark.parametrize("method", ["eagle", "kangaroo"])
-def test_a_shape_needs_neither_files_nor_deepspeed(
-    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
-    for name in ("deepspeed", "datasets", "tensorboard"):
-        monkeypatch.setitem(sys.modules, name, None)
-    options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
-    lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]
-    throughput.main([*options, *lengths, "precision=float32"])
-    result = json.loads((tmp_path / "r.json").read_text())
-    assert result["shape"] == {"hidden": 32, "vocab": 101, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    assert 5 < result["mean_length"] < 30
-    assert result["ours"]["tokens_per_second"] > 0 and result["plain"]["tokens_per_second"] > 0
-    assert result["ours"]["mfu"] is None  # a CPU's peak is not known

@@ -32,12 +32,6 @@ from train.watch.flops import training_cost
 from train.watch.positions import answer_positions, bucket_name, by_position
 from train.watch.tau import held_out_prompts
 
-
-@pytest.fixture
-def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
-    return tiny_run.settings(target.name, features, tmp_path / "run")
-
-
 TAU = {"tau_every": 3, "tau_prompts": 3, "tau_new_tokens": 12}
 
 

@@ -57,6 +57,9 @@ class CudaTensor(torch.Tensor):
     device = property(lambda self: CUDA)  # type: ignore[assignment]
     is_cuda, is_cpu = property(lambda self: True), property(lambda self: False)
 
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: memory is never reused while it is in use here."""
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SimulatedCuda.active is None:
