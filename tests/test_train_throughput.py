@@ -19,6 +19,8 @@ from train.core.task import Task, make_task
 from train.data.packing import collate
 
 DIALOGUES = [3, 0, 1, 2, 6]
+
+
 def task_of(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:
     if kind == "kangaroo":
         changes["exit_layer"] = tiny_run.TAP
