@@ -221,14 +221,6 @@ def test_one_set_of_weights(stale: str, read: Callable[[str], object], tmp_path:
         read(str(tmp_path))
 
 
-@reader
-def test_weights_of_another_name(read: Callable[[str], object], saved: str) -> None:
-    """Catches a key of config.json that makes transformers read other weights than training."""
-    change(saved, transformers_weights="other.safetensors")
-    with pytest.raises(ValueError, match="config.json names 'other.safetensors' as transformers_weights"):
-        read(saved)
-
-
 def test_an_adapter_beside_a_model(saved: str) -> None:
     """Catches a folder that is decoded with the adapter's merged weights and trained on without them."""
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
