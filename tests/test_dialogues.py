@@ -161,7 +161,7 @@ def test_broken_tools_are_dropped_by_reason(changes, reason):
     assert error.value.reason == reason
 
 
-def test_what_is_split_keeps_tools_reasoning_and_weights(tmp_path):
+def test_what_is_split_keeps_tools_reasoning_and_weights():
     """Catches a split of a file that leaves out what the file has beside roles and texts."""
     before = parse_record(WITH_TOOLS, "x")
     assert parse_record(json.loads(json.dumps(written_record(before))), "x") == before

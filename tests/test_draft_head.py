@@ -116,7 +116,7 @@ def heads_of(drafter: Drafter) -> list[DraftHead]:
     return within.lm_heads if isinstance(within, MedusaDrafter) else [within.lm_head]
 
 
-def decode(name: str, target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
+def decode(target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
     options: Options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": 1}
     return generate(target, drafter, [prompt(9)], **options)
 
@@ -125,9 +125,9 @@ def decode(name: str, target: TargetModel, drafter: Drafter, temperature: float 
 def test_every_id_in_another_order_drafts_the_same(name: str) -> None:
     """Catches a place among the rows taken for the token: with all tokens listed, in any order, nothing may change."""
     target = target_for(name)
-    whole = decode(name, target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), {}))
+    whole = decode(target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), {}))
     options = {"draft_vocab": target.vocab_size}
-    listed = decode(name, target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), options))
+    listed = decode(target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), options))
     drafts = [[(step.drafted, step.accepted) for step in result.trace.steps] for result in (whole, listed)]
     if name != "spectr":  # it draws its drafts, and the order decides which ones
         assert drafts[0] == drafts[1]
@@ -165,7 +165,7 @@ def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
         return draft
 
     with mock.patch.object(drafter, "propose", checked):
-        result = decode(name, target, drafter, temperature)
+        result = decode(target, drafter, temperature)
     assert sum(seen) > 10
     if drafter.lossless and temperature == 0:
         assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)

@@ -78,7 +78,7 @@ def config(name: str, folder: Path, work: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path) -> None:
     """Catches a stack trace, or an ImportError that the interruption of an import came out as."""
     begun = tmp_path / "begun"
     command = [sys.executable, *COMMANDS[name], *config(name, tmp_path, work)]

@@ -258,9 +258,7 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     assert load_checkpoint("user/d", revision="v2")[0]["drafter_type"] == "eagle"
 
 
-def test_a_push_that_was_broken_off_goes_on(
-    hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_that_was_broken_off_goes_on(hub: HubServer, login: Login, saved: Path) -> None:
     """Catches weights that are sent again though they lie there, patience with a Hub that says no, and none with one
     that is overloaded."""
     hub.faults = [("commit/main", 502)] * 4

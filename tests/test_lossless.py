@@ -204,7 +204,7 @@ def test_wrong_ends_fail(until: Any, side_by_side: None, monkeypatch: pytest.Mon
     assert any("texts" in reason for reason in found["reasons"] if reason.startswith("sampled"))
 
 
-def test_an_eos_that_is_never_drawn_fails(side_by_side: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eos_that_is_never_drawn_fails(side_by_side: None) -> None:
     """Catches a certificate without a count of ends: an EOS is one token of many, and rare."""
 
     def verify(draft: Any, logits: Tensor, *rest: Any) -> Verdict:

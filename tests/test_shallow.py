@@ -69,7 +69,7 @@ def test_as_many_tokens_that_end_answers_as_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}], ids=str)
-def test_layers_that_are_what_their_numbers_say(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_layers_that_are_what_their_numbers_say(changes: dict[str, Any]) -> None:
     """Catches an expert's weights in a dense layer: transformers draws new ones where names do not fit."""
     config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=4, **changes)
     with pytest.raises(ValueError, match="its layers are dense or mixtures of experts by their numbers"):

@@ -48,7 +48,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return others
 
 
-def test_threads_follow_the_load(two_threads: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_the_load(two_threads: list[float]) -> None:
     """Catches a process that keeps its threads when another one comes, and one that never takes them back."""
     found = []
     for load in (0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0):

@@ -207,10 +207,7 @@ def test_a_resumed_run_keeps_its_templates_date(
 
 
 def test_features_that_are_not_finite_are_left_out(
-    target: Path,
-    data: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    target: Path, data: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """NaN of one dialogue that reaches its neighbours in the row, the loss, or that is not reported."""
     values = settings(target, Path("unused"))
