@@ -46,7 +46,7 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
     assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
     config = load_config(schema_of(file.parent.name), ROOT / arguments.config, arguments.overrides)
     report = dry_run(config, arguments)
-    return report, [PREFIX + part for part in report.short.split("; ")]
+    return report, [PREFIX + part for part in report.short]
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ from train.plan.configs import page
 from train.plan.facts import Data, Machine, Model, Rates, look_at_model
 from train.plan.script import script
 from train.plan.steps import Plan, Planner
-from train.preflight.dry_run import Estimates
 
 SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
 SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
@@ -164,7 +163,7 @@ def model(target_folder: Path) -> Model:
 def plan(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> Plan:
     """A plan for a machine that is described, not measured; ``changes``: of its parts, and of the start."""
     monkeypatch.setattr(Planner, "training_rate", lambda self, config: 2000.0)
-    monkeypatch.setattr(Estimates, "make", lambda self: None)  # which the dry run's tests hold to what runs take
+    monkeypatch.setattr(Planner, "needed", lambda self, config: (1.0, 1.0))  # which the dry run's tests check
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     data = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
     machine = Machine(torch.device("cpu"), 0, 2, 10**11, 10**11, "bfloat16")

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafters.hub.declared import Recipe
 from train.configs import schema_of
-from train.plan.facts import Data, Machine, Model
+from train.plan.facts import Machine, Model
 
 ASKED = 192  # most tokens of a question
 FORWARD = 4096  # tokens of one forward of the target that features are taken from
@@ -181,9 +181,3 @@ def lossless(
         "texts": "sampled; more texts reveal smaller differences",
     }
     return values, reasons
-
-
-def own_files(data: Data, out: str) -> dict[str, str]:
-    """The dialogues to train on and to hold out, by split."""
-    folder = f"{out}/split" if data.own else f"{out}/answers"
-    return {split: f"{folder}/{split}.jsonl" for split in ("train", "heldout")}

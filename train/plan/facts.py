@@ -18,9 +18,9 @@ from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, load_config_only, resolve_device
+from train.preflight.workload import SAMPLE
 
 FEWEST = 24  # dialogues, below which nothing could be trained and measured on different ones
-SAMPLE = 256  # dialogues that are tokenized to know the lengths of all
 # Tokens of a dialogue and of an answer, as in docs/smollm2-training.md; less with a short context.
 LONGEST, ANSWER = 1024, 256
 
@@ -68,18 +68,17 @@ class Data:
 
     def answered(self, length: float, model: Model) -> "Data":
         """The same questions with the target's answers of ``length`` tokens, as many as fit into a dialogue."""
-        turns, tokens, answers = 0, 0.0, 0.0
+        tokens = answers = 0.0
         for one in self.some:
             so_far = before = 0.0
             for begin, end in answer_spans(one):
                 if so_far + begin - before + model.answer > model.longest:
                     break
                 so_far, before = so_far + begin - before + length, end
-                turns, answers = turns + 1, answers + length
+                answers += length
             tokens += so_far
         scale = self.dialogues / self.used
-        found = replace(self, turns=round(scale * turns), tokens=max(round(scale * tokens), 1))
-        return replace(found, answers=max(round(scale * answers), 1))
+        return replace(self, tokens=max(round(scale * tokens), 1), answers=max(round(scale * answers), 1))
 
 
 @dataclass

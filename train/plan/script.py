@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafters.common.wording import size_text
-from train.plan.steps import Plan, Step
+from train.plan.steps import Plan
 
 
 def script(plan: Plan, command: list[str]) -> str:
@@ -25,9 +25,11 @@ def script(plan: Plan, command: list[str]) -> str:
     ]
     for number, step in enumerate(plan.steps, start=1):
         done = shlex.quote(f"{step.done}/.done")
+        sizes = {"disk": step.disk, "memory": step.memory}
+        needed = "".join(f", {size_text(size)} of {what}" for what, size in sizes.items() if size)
         lines += [
             "",
-            f"# {number}. {step.name}: about {takes(step)}",
+            f"# {number}. {step.name}: about {minutes(step.seconds)}{needed}",
             f"# ({step.how})",
             f"if [ ! -e {done} ]; then",
             f'  echo "== $(date +%H:%M) {number} of {len(plan.steps)}: {step.name}, about {minutes(step.seconds)}"',
@@ -45,14 +47,6 @@ def minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
-def takes(step: Step) -> str:
-    """Time, disk and memory."""
-    parts = [minutes(step.seconds)]
-    parts += [f"{size_text(step.disk)} of disk"] if step.disk else []
-    parts += [f"{size_text(step.memory)} of memory"] if step.memory else []
-    return ", ".join(parts)
-
-
 def show(plan: Plan, console: Console) -> None:
     """The table of the steps."""
     table = Table("step", "minutes", "disk", "memory", "estimated from")
@@ -67,4 +61,4 @@ def show(plan: Plan, console: Console) -> None:
     table.add_row("all", f"{total:.1f}", size_text(disk), size_text(max(step.memory for step in plan.steps)), "")
     console.print(table)
     for note in plan.notes:
-        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(note, style="yellow")

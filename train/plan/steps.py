@@ -5,7 +5,6 @@ tokens/s are measured on this machine, tokens are counted in the dialogues, memo
 
 import os
 import shlex
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ from drafters.common.wording import size_text
 from drafters.config import validate
 from drafters.hub.declared import Recipe
 from drafters.methods import drafter_class
-from train.configs import schema_of
+from train.configs import StartConfig, schema_of
 from train.core.config import TrainConfig
 from train.plan import configs
 from train.plan.facts import Data, Machine, Model, Rates
 from train.plan.rates import CERTIFIED
-from train.preflight.checks import Report
-from train.preflight.dry_run import Estimates
-from train.preflight.estimate import MicroBatch, measured_rate, meta_task
-from train.preflight.workload import Workload
-from train.run.files import run_folder_bytes, trained_parameters
+from train.preflight.estimate import check_memory, measured_rate, meta_task, rank_memory
+from train.run.files import check_run_disk, run_folder_bytes
 
 # Passes over the dialogues. SmolLM2's head still gained at its fifth (docs/smollm2-training.md: 11.6M positions),
 # but new dialogues helped most: so the rest of the time goes into new answers.
@@ -64,28 +60,23 @@ class Plan:
     report: str = ""
 
 
-@dataclass
-class Shares:
-    """Minutes of three steps, and tokens of the dialogues to train on."""
-
-    answering: float
-    heldout: float
-    training: float
-    tokens: float
-
-
 class Planner:
     """Makes a ``Plan`` from the facts.
+
+    Attributes (after ``share_out``):
+        answering, training_seconds: seconds of the target's answers and of training.
+        tokens: of the dialogues to train on.
 
     Raises:
         ValueError: too few minutes, too little memory or disk, or no such head for this model.
     """
 
-    def __init__(self, model: Model, data: Data, machine: Machine, rates: Rates, settings: Any) -> None:
+    def __init__(self, model: Model, data: Data, machine: Machine, rates: Rates, settings: StartConfig) -> None:
         self.model, self.data, self.machine, self.rates = model, data, machine, rates
         self.method, self.minutes, self.hub = settings.method, settings.minutes, settings.hub
         self.out, self.plan = str(settings.out), Plan()
-        self.files = configs.own_files(data, self.out)
+        folder = f"{self.out}/split" if data.own else f"{self.out}/answers"
+        self.files = {split: f"{folder}/{split}.jsonl" for split in ("train", "heldout")}
         self.entry = configs.drafting(self.method, model, machine, self.out)
         self.schema = schema_of(self.method)
         kind: Any = drafter_class(self.method)
@@ -100,12 +91,10 @@ class Planner:
         trial, _ = self.training(1.0, online=False)
         self.rate = self.training_rate(trial)
         self.share_out()
-        taps = trial.taps
-        per_token = {kind: token_bytes(self.model.config.hidden_size, len(taps), kind) for kind in ("int8", "bfloat16")}
-        room = SPARE_DISK * self.machine.disk
-        sizes = {name: self.shares.tokens * bytes_ for name, bytes_ in per_token.items()}
-        online, int8 = sizes["int8"] > room, sizes["bfloat16"] > room
-        if online:
+        hidden, taps = self.model.config.hidden_size, list(trial.taps)
+        sizes = {kind: self.tokens * token_bytes(hidden, len(taps), kind) for kind in ("int8", "bfloat16")}
+        store = next((kind for kind in ("bfloat16", "int8") if sizes[kind] <= SPARE_DISK * self.machine.disk), None)
+        if store is None:
             self.plan.notes.append(
                 f"features would take {size_text(sizes['int8'])} in int8, and {size_text(self.machine.disk)} are free: "
                 "they are computed during training, which makes its steps slower"
@@ -115,9 +104,9 @@ class Planner:
         self.split()
         if not self.data.own:
             self.answers()
-        if not online:
-            self.features(list(taps), int8, sizes["int8" if int8 else "bfloat16"])
-        self.train(online)
+        if store is not None:
+            self.features(taps, store == "int8", sizes[store])
+        self.train(online=store is None)
         self.measure()
         return self.plan
 
@@ -125,68 +114,54 @@ class Planner:
 
     def training(self, minutes: float, online: bool) -> tuple[TrainConfig, tuple[dict[str, Any], dict[str, str]]]:
         """The training's config, validated, and its file's contents."""
-        given = self.method, self.recipe, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
-        found = configs.training(*given)
+        minutes = max(minutes, 0.01)
+        found = configs.training(
+            self.method, self.recipe, self.model, self.machine, self.out, self.files, online, minutes
+        )
         return validate(self.schema, found[0], f"{self.method}.yaml"), found
 
     def training_rate(self, config: TrainConfig) -> float:
         """Tokens/s of training, measured in a few steps on random numbers."""
         length = min(self.model.longest, max(2, round(self.data.tokens / self.data.dialogues)))
-        size = MicroBatch(max(1, config.batch_tokens // self.gpus // length), length)  # the ranks share a batch
+        lengths = [length] * max(1, config.batch_tokens // self.gpus // length)  # the ranks share a batch
         try:
             meta_task(config, self.model.config)
         except (ValueError, AttributeError, KeyError) as error:
             raise ValueError(f"--method {self.method}: no such head for {self.model.name}: {error}") from error
-        return measured_rate(config, self.model.config, size, self.data.answers / self.data.tokens) * self.gpus
+        return measured_rate(config, self.model.config, lengths, self.data.answers / self.data.tokens) * self.gpus
 
     def share_out(self) -> None:
         """Set the minutes of the steps and the tokens to train on; raise ValueError if there are too few minutes."""
         rates, data, total = self.rates, self.data, 60 * self.minutes
-        entries = self.rows
-        new = min(96, self.model.answer)
-        self.prompts = _within(REPORT * total * rates.one / (len(entries) * new), *PROMPTS)
-        self.prompts = min(self.prompts, self.heldout // 2)
-        self.report_seconds = rates.start + len(entries) * self.prompts * new / rates.one
-        greedy, sampled = min(64, self.model.answer), min(32, self.model.answer)
-        exact = rates.exact or 0.0
-        self.begun = max(1, min(self.heldout // 2, 8))
+        new, greedy, sampled = (min(most, self.model.answer) for most in (96, 64, 32))
+        # The report, and a search before it if the method needs one.
+        a_prompt = len(self.rows) * new / rates.one
+        self.prompts = min(_within(REPORT * total / a_prompt, *PROMPTS), self.heldout // 2)
+        self.report_seconds = rates.start + a_prompt * self.prompts
+        tried = sum(map(len, self.recipe.knobs.values())) + 2
+        self.tune_seconds = rates.start + tried * self.prompts * new / rates.one if self.recipe.knobs else 0.0
+        # The lossless test: greedy answers in both precisions, and sampled texts.
+        self.begun, exact = max(1, min(self.heldout // 2, 8)), rates.exact or 0.0
         self.texts = _within((CERTIFICATE * total * exact - 2 * self.begun * greedy) / sampled, *TEXTS)
         self.texts -= self.texts % CERTIFIED
-        certified = 2 * self.begun * greedy + self.texts * sampled  # greedy ones in both precisions
+        certified = 2 * self.begun * greedy + self.texts * sampled
         self.certificate_seconds = 2 * rates.start + certified / exact if exact else 0.0
-        self.tune_seconds = 0.0
-        if self.recipe.knobs:
-            tried = sum(map(len, self.recipe.knobs.values())) + 2
-            self.tune_seconds = rates.start + tried * self.prompts * new / rates.one
-        fixed = (
-            self.report_seconds
-            + self.certificate_seconds
-            + self.tune_seconds
-            + 2 * data.seconds
-            + (4 + (data.asking is not None)) * rates.start
-        )
+        # The rest is for answers, features and training.
+        fixed = self.report_seconds + self.tune_seconds + self.certificate_seconds + 2 * data.seconds
+        fixed += (4 if data.asking is None else 5) * rates.start
         left = total - fixed
         if left < 0.2 * total:
-            least = 60 * (fixed / 0.8) / 3600
             raise ValueError(
                 f"--minutes {self.minutes:g}: starting programs and measuring take {fixed / 60:.1f} of them here, "
-                f"which leaves too little for training; give at least {least:.0f}"
+                f"which leaves too little for training; give at least {fixed / 0.8 / 60:.0f}"
             )
-        self.shares = self._shares(left)
-
-    def _shares(self, left: float) -> Shares:
-        """Share ``left`` seconds among answers (and a tenth for held-out ones), features and ``PASSES`` passes."""
-        rates, data = self.rates, self.data
         later = 1 / rates.prefill + PASSES / self.rate  # seconds per token after answering
-        if data.own:
-            tokens = min(left / later, float(data.tokens))
-            return Shares(0.0, 0.0, (left - tokens / rates.prefill) / 60, tokens)
-        per_second = rates.many * data.tokens / data.answers  # tokens of dialogues, while answering
         asking = (data.asking or 0.0) * data.dialogues / data.tokens
-        tokens = min(left / (1.1 * (1 / per_second + asking) + later), float(data.tokens))
-        answering, dumped = tokens / per_second, tokens / rates.prefill
-        training = left - 1.1 * (answering + asking * tokens) - dumped
-        return Shares(answering / 60, 0.1 * answering / 60, training / 60, tokens)
+        answering = 0.0 if data.own else data.answers / data.tokens / rates.many  # seconds per token of a dialogue
+        # A tenth more for the held-out ones.
+        self.tokens = min(left / (1.1 * (answering + asking) + later), float(data.tokens))
+        self.answering = answering * self.tokens
+        self.training_seconds = left - 1.1 * (self.answering + asking * self.tokens) - self.tokens / rates.prefill
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -212,7 +187,7 @@ class Planner:
 
     def ask(self) -> None:
         assert self.data.asking is not None
-        count = round(1.1 * self.data.dialogues * self.shares.tokens / self.data.tokens)  # with the held-out ones
+        count = round(1.1 * self.data.dialogues * self.tokens / self.data.tokens)  # with the held-out ones
         self.heldout = min(self.heldout, max(8, count // 11))
         self.prompts, self.begun = min(self.prompts, self.heldout // 2), min(self.begun, self.heldout // 2)
         seconds = count * self.data.asking
@@ -228,25 +203,24 @@ class Planner:
         unanswered = [] if self.data.asking is None else ["--unanswered"]
         words = [self.data.source, "--out", f"{self.out}/split", "--heldout", self.heldout, *unanswered]
         line = self.python("-m data_prep.split", *words)
-        how = (
-            f"{self.data.dialogues:,} dialogues, read as long before" if self.data.asking is None else "what was asked"
-        )
+        given = f"{self.data.dialogues:,} dialogues, read as long before"
+        how = given if self.data.asking is None else "what was asked"
         self.add("split", "split", [line], 2 * self.data.seconds, how, memory=2 * text, disk=text)
 
     def answers(self) -> None:
-        rows, shares, whole = self.rates.rows, self.shares, self.shares.tokens == self.data.tokens
+        rows, whole = self.rates.rows, self.tokens == self.data.tokens
         # A batch is always answered to its end, so it must not take more than a third of the time.
         row = self.gpus * self.model.answer / self.rates.many  # seconds, of one GPU
-        while rows > 1 and 3 * rows * row > 60 * shares.answering and not whole:
+        while rows > 1 and 3 * rows * row > self.answering and not whole:
             rows //= 2
         # If there is time for all dialogues, the limit only guards against a slower machine.
-        minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
+        minutes = max(2 * self.answering / 60, 1.0) if whole else self.answering / 60
         found = configs.regenerate(self.model, rows, self.out, minutes)
         config = self.config("regenerate.yaml", found)
         held = [f"source={self.out}/split/heldout.jsonl", f"out={self.out}/answers/heldout.jsonl"]
         held.append(f"minutes={max(0.1 * minutes, 0.5):.2f}")
         line, heldout = (self.on_all("-m data_prep.regenerate", *config, *more) for more in ([], held))
-        answered = self.data.dialogues * shares.tokens / self.data.tokens
+        answered = self.data.dialogues * self.tokens / self.data.tokens
         how = f"{self.rates.many:,.0f} tokens/s {self.measured}, {rows} at once: about {answered:,.0f} dialogues"
         if answered < ENOUGH and not whole:
             self.plan.notes.append(
@@ -254,44 +228,31 @@ class Planner:
                 "(docs/smollm2-training.md: 3,185 in its smallest training): give more --minutes, or leave this "
                 "machine alone"
             )
-        seconds = 60 * (shares.answering + shares.heldout) + 2 * self.rates.start
+        seconds = 1.1 * self.answering + 2 * self.rates.start
         memory = self.rates.weights + rows * self.model.longest * self.model.cache_bytes
-        self.add("answers", "answers", [heldout, line], seconds, how, memory=memory, disk=5 * shares.tokens)
+        self.add("answers", "answers", [heldout, line], seconds, how, memory=memory, disk=5 * self.tokens)
 
     def limit(self) -> dict[str, int]:
         """The number of dialogues that there is time for, if their answers are the target's own."""
-        share = self.shares.tokens / self.data.tokens
+        share = self.tokens / self.data.tokens
         return {"limit": max(1, int(share * self.data.dialogues))} if self.data.own and share < 1 else {}
 
     def features(self, taps: list[int], int8: bool, size: float) -> None:
         found = configs.features(self.model, self.out, self.files, int8, taps)
         found[0].update(self.limit())
         line = self.on_all("-m data_prep.features", *self.config("features.yaml", found))
-        seconds = self.rates.start + self.shares.tokens / self.rates.prefill
-        how = f"{self.rates.prefill:,.0f} tokens/s {self.measured}, {self.shares.tokens / 1e6:,.2f}M tokens"
+        seconds = self.rates.start + self.tokens / self.rates.prefill
+        how = f"{self.rates.prefill:,.0f} tokens/s {self.measured}, {self.tokens / 1e6:,.2f}M tokens"
         self.add("features", "features", [line], seconds, how, disk=size)
 
     def train(self, online: bool) -> None:
-        config, found = self.training(self.shares.training, online)
+        config, found = self.training(self.training_seconds / 60, online)
         if online:
             found[0]["data"].update(self.limit())
         every = max(20, round(LOST * 60 * self.rate / config.batch_tokens))
         found[0].update(save_every=every, export_every=every)
         found[1]["save_every"] = f"about {LOST:g} minutes here, which a kill may cost"
-        config = config.model_copy(update={"save_every": every, "export_every": every})
-        report = Report()
-        tokens, data = round(self.shares.tokens), self.data
-        trained = round(tokens * data.answers / data.tokens)
-        workload = Workload(tokens, trained, self.model.longest, max(1, tokens // config.batch_tokens), "the plan")
-        assumed = Namespace(
-            ranks=self.gpus, max_length=self.model.longest, device=None, mfu=0.4, measure=False,
-            tokens_per_second=self.rate,
-        )  # fmt: skip
-        Estimates(report, config, self.model.config, None, workload, assumed).make()
-        short = [problem for problem in report.problems if not problem.startswith("disk: features")]
-        if short:
-            raise ValueError(f"{self.method}: {'; '.join(short)}")
-        disk = run_folder_bytes(trained_parameters(meta_task(config, self.model.config).module))
+        memory, disk = self.needed(config)
         script = Path(os.path.relpath(ROOT / "train" / f"{self.method}.py"))
         latest = f"{self.out}/{self.method}/state/latest"
         file = f"{self.method}.yaml"
@@ -299,10 +260,19 @@ class Planner:
         if self.gpus > 1:
             line = "deepspeed " + line.removeprefix("python ")
         line += f" $([ -e {shlex.quote(latest)} ] && echo --resume || true)"
-        passes = 60 * self.shares.training * self.rate / max(tokens, 1)
+        passes = self.training_seconds * self.rate / max(self.tokens, 1)
         how = f"{self.rate:,.0f} tokens/s {self.measured}, {passes:.1f} passes"
-        seconds = 60 * self.shares.training + self.rates.start
-        self.add("train", self.method, [line], seconds, how, memory=sum(report.memory.values()), disk=disk)
+        seconds = self.training_seconds + self.rates.start
+        self.add("train", self.method, [line], seconds, how, memory=memory, disk=disk)
+
+    def needed(self, config: TrainConfig) -> tuple[float, float]:
+        """Bytes of memory and disk of the training; raises ValueError if there are fewer."""
+        task = meta_task(config, self.model.config)
+        lengths = [self.model.longest] * -(-config.batch_tokens // (self.gpus * self.model.longest))
+        parts, _ = rank_memory(config, task, lengths, self.gpus, self.machine.gpus > 0)
+        check_memory(sum(parts.values()))
+        check_run_disk(config, task.module)
+        return sum(parts.values()), run_folder_bytes(config, task.module)
 
     def measure(self) -> None:
         """The report, after a search if the method needs one, the lossless test, and the card or the push."""

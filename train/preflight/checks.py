@@ -1,6 +1,5 @@
 """The checks of --dry-run: whether all that a run needs is here and fits together, by the run's own functions."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PretrainedConfig
 
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
-from data_prep.dialogues.reader import check_source
 from data_prep.extraction.headers import make_headers
 from data_prep.store.manifest import ANSWERS
 from data_prep.store.reader import FeatureStore
@@ -20,10 +18,9 @@ from drafters.common.wording import size_text
 from drafters.model.files import load_config_only
 from drafters.model.loading import BASE, config_and_adapter
 from drafters.model.weights import open_weights, weight_files
-from train.core.config import OnlineData, TrainConfig
+from train.core.config import TrainConfig
 from train.data.online import OnlineFeatures, as_feature_keys
 from train.preflight.workload import SAMPLE
-from train.run.inputs import open_inputs
 
 LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
 Found = TypeVar("Found")
@@ -31,32 +28,43 @@ Found = TypeVar("Found")
 
 @dataclass
 class Report:
-    """The lines of a dry run. ``problems`` would keep the run from starting; ``short``: the estimate in one line."""
+    """The lines of a dry run. ``problems`` would keep the run from starting; ``short``: the parts of the last line.
+
+    ``names``: the target's name in messages, by its folder in the Hub's cache. ``memory``: bytes of a rank by part.
+    """
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    short: str = ""
+    short: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, text: str) -> None:
-        """Add one line of the table."""
+    def add(self, name: str, text: str, short: str | None = None) -> None:
+        """Add one line of the table, and perhaps a part of the last line."""
         self.lines.append(f"{name:<24} {text}")
+        self.short += [] if short is None else [short]
 
-    def check(self, name: str, what: Callable[[], Found], done: str | Callable[[Found], str] = "ok") -> Found | None:
+    def check(
+        self, name: str, what: Callable[[], Found], done: str | Callable[[Found], str], short: str | None = None
+    ) -> Found | None:
         """Call ``what`` and return its value; its error is a problem. ``done``: text, or a function of the value."""
         try:
             value = what()
-        except (ValueError, OSError) as error:
-            self.problems.append(f"{name}: {error}")
-            self.add(name, f"PROBLEM: {error}")
+        except (ValueError, OSError, EntryNotFoundError) as error:  # the last: an index names missing files
+            text = str(error)
+            for folder, known_as in self.names.items():
+                text = text.replace(folder, known_as)
+            self.problems.append(f"{name}: {text}")
+            self.add(name, f"PROBLEM: {text}", short)
             return None
-        self.add(name, done if isinstance(done, str) else done(value))
+        self.add(name, done if isinstance(done, str) else done(value), short)
         return value
 
     def text(self) -> str:
         """The whole report."""
         found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
-        return "\n".join([*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"])
+        short = [f"In short: {'; '.join(self.short)}"] if self.short else []
+        return "\n".join([*self.lines, *short, f"Result: {found}"])
 
 
 def check_libraries() -> None:
@@ -66,25 +74,8 @@ def check_libraries() -> None:
         raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
 
 
-def check_target(report: Report, config: TrainConfig, instead: str | None) -> PretrainedConfig | None:
-    """The target's configuration, or that of the file ``instead``."""
-    where = "a folder" if Path(config.target).is_dir() else "in the Hub's cache"
-    found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
-    if not instead:
-        return found
-    return report.check("target's shape", lambda: load_config_only(instead, may_be_file=True), f"from {instead}")
-
-
-def _target_here(config: TrainConfig) -> PretrainedConfig:
-    """From a folder or the Hub's cache, because a dry run does not use the network."""
-    local = here(config)
-    if local is None:
-        raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
-    return load_config_only(local.target, local.revision)
-
-
 def here(config: TrainConfig) -> TrainConfig | None:
-    """``config`` with the target's folder, perhaps in the Hub's cache; None if there is none."""
+    """``config`` with the target's folder, perhaps in the Hub's cache; None if there is none. It uses no network."""
     if Path(config.target).is_dir():
         return config
     try:
@@ -94,6 +85,13 @@ def here(config: TrainConfig) -> TrainConfig | None:
     if not isinstance(found, str):
         return None
     return config.model_copy(update={"target": str(Path(found).parent), "revision": None})
+
+
+def target_config(config: TrainConfig, local: TrainConfig | None) -> PretrainedConfig:
+    """The target's configuration; ``local``: of ``here``."""
+    if local is None:
+        raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
+    return load_config_only(local.target, local.revision)
 
 
 def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
@@ -122,61 +120,29 @@ def check_model(name: str) -> PretrainedConfig:
     return config
 
 
-def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
-    """The store of a split; None if there is none."""
-
-    def described(store: FeatureStore) -> str:
-        manifest = store.manifest
-        return (
-            f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
-            f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
-            f"{ANSWERS[manifest.answers]}"
-        )
-
-    return report.check(split, lambda: FeatureStore.open(path), described)
-
-
-def check_stores_target(report: Report, config: TrainConfig, local: TrainConfig, missing: str) -> None:
-    """Check that both stores are the target's; its weights must be here."""
-    what = f"target{'' if missing else ', tokenizer'} and exit layer are those of the features"
-    report.check(
-        "target and features", lambda: _with_name(config, local, lambda: open_inputs(local, device="meta")), what
+def describe_store(store: FeatureStore) -> str:
+    """One line on a store."""
+    manifest = store.manifest
+    return (
+        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
+        f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
+        f"{ANSWERS[manifest.answers]}"
     )
 
 
-def check_sources(report: Report, data: OnlineData) -> bool:
-    """Whether the files of an online run exist."""
-    before = len(report.problems)
-    for split, source in (("train", data.train), ("heldout", data.heldout)):
-        report.check(split, functools.partial(check_source, source), f"{source}, features computed while it trains")
-    return len(report.problems) == before
+def first_dialogues(config: TrainConfig) -> OnlineFeatures:
+    """The held-out dialogues of an online run, without features; also reads ``SAMPLE`` dialogues to train on.
 
+    ``config``: with the target's folder. The held-out ones are all that tau chooses among, or ``SAMPLE``.
 
-def check_dialogues(report: Report, config: TrainConfig, local: TrainConfig) -> OnlineFeatures | None:
-    """The checks of an online run before it loads its target, on the first dialogues of each split.
-
-    Returns the held-out dialogues, all of them if tau chooses among them, without features; None after a problem.
+    Raises:
+        ValueError: as the run would.
     """
     data = config.data
     assert data is not None
-
-    def read() -> OnlineFeatures:
-        chat = load_tokenizer(local.target, local.revision, data.chat_template)
-        headers = make_headers(as_feature_keys(local, data), chat)
-        first = min(SAMPLE, data.limit or SAMPLE)
-        encode_split(data.train, chat, data.max_length, first)
-        heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
-        return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)
-
-    suffice = f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)"
-    return report.check("target and dialogues", lambda: _with_name(config, local, read), suffice)
-
-
-def _with_name(config: TrainConfig, local: TrainConfig, what: Callable[[], Found]) -> Found:
-    """Call ``what``, which reads the target's folder; its errors have the target's name."""
-    try:
-        return what()
-    except ValueError as error:
-        raise ValueError(str(error).replace(local.target, config.target)) from error
-    except EntryNotFoundError as error:  # an index names missing files
-        raise ValueError(f"target: {error}") from error
+    chat = load_tokenizer(config.target, config.revision, data.chat_template)
+    headers = make_headers(as_feature_keys(config, data), chat)
+    first = min(SAMPLE, data.limit or SAMPLE)
+    encode_split(data.train, chat, data.max_length, first)
+    heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
+    return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)

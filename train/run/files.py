@@ -276,13 +276,15 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
     return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
 
 
-def run_folder_bytes(count: int, averaged: bool = False, export: int | None = None) -> int:
-    """Bytes of a run folder with ``count`` trained parameters: the kept states, one being written, and two exports.
+def run_folder_bytes(config: TrainConfig, module: "nn.Module") -> int:
+    """Bytes of a run folder: the kept states, one being written, and two exports, of which one replaces the other.
 
-    A state holds weights, two moments and the ``averaged`` weights in float32. The export is bf16, or ``export`` bytes;
-    a new one is written beside the old one.
+    A state holds weights, two moments and perhaps averaged weights in float32. An export is bf16, or the module's
+    ``export_bytes``.
     """
-    return (KEPT_STATES + 1) * (16 if averaged else 12) * count + 2 * (2 * count if export is None else export)
+    count = trained_parameters(module)
+    state = (12 if config.weight_average is None else 16) * count
+    return (KEPT_STATES + 1) * state + 2 * int(getattr(module, "export_bytes", 2 * count))
 
 
 def trained_parameters(module: "nn.Module") -> int:
@@ -292,11 +294,10 @@ def trained_parameters(module: "nn.Module") -> int:
 
 def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
     """Raise ValueError unless the states and exports of ``module`` fit on the run folder's disk."""
-    run, count = config.out, trained_parameters(module)
+    run = config.out
     there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
-    what = f"the run folder {run} (states and exports of {count:,} trained parameters)"
-    needed = run_folder_bytes(count, config.weight_average is not None, getattr(module, "export_bytes", None))
-    check_room(run, needed - there, what, "give an `out` on another disk, or make room")
+    what = f"the run folder {run} (states and exports of {trained_parameters(module):,} trained parameters)"
+    check_room(run, run_folder_bytes(config, module) - there, what, "give an `out` on another disk, or make room")
 
 
 class Metrics:
