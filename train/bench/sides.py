@@ -1,18 +1,18 @@
 """The two sides of train/throughput.py: our training step and the plain one, or ours with and without checksums."""
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from data_prep.store.reader import FeatureStore, StoredDialogue
+from data_prep.store.reader import FeatureStore
 from drafters.model.files import resolve_device
 from train.bench.reference import pad, plain_batches, plain_loss_sum, write_samples
 from train.core.config import TrainConfig
@@ -22,7 +22,7 @@ from train.core.runtime import ALONE, dtype_of
 from train.core.task import Task, make_task
 from train.data.packing import Batch, Position, TrainData, collate, epoch_batches, split_evenly
 from train.data.shard_check import ShardCheck
-from train.preflight.estimate import meta_ends
+from train.preflight.estimate import RandomStore, meta_ends
 from train.run.inputs import open_inputs
 from train.watch.flops import TrainingCost, training_cost
 
@@ -50,19 +50,12 @@ class Round:
 
 
 @dataclass
-class Side:
-    """A side's rounds and, if it failed, the reason."""
-
-    rounds: list[Round] = field(default_factory=list)
-    failed: str | None = None
-
-
-@dataclass
 class Bench:
     """Task, engine and batches of both sides.
 
     Attributes:
         batches: ``batches(side, round)`` gives the round's optimiser steps, each a list of micro-batches.
+        what: facts for the report.
         sides: their names; "plain" is trained by the plain formulation.
     """
 
@@ -70,25 +63,29 @@ class Bench:
     engine: Any
     device: torch.device
     batches: Callable[[str, int], Generator[list[Batch], None, None]]
+    what: dict[str, Any]
     sides: tuple[str, str] = ("ours", "plain")
 
-    def run(self, rounds: int, progress: Any) -> dict[str, Side]:
-        """Alternate between the sides; the first round is warm-up and does not count."""
-        sides = {name: Side() for name in self.sides}
+    def run(self, rounds: int, progress: Any) -> tuple[dict[str, list[Round]], dict[str, str]]:
+        """Alternate between the sides; the first round is warm-up and does not count.
+
+        Returns:
+            The rounds of each side, and why a side failed for lack of memory.
+        """
+        done: dict[str, list[Round]] = {name: [] for name in self.sides}
+        failed: dict[str, str] = {}
         cost = training_cost(self.task)
         for number in range(rounds + 1):
             for name in self.sides if number % 2 else reversed(self.sides):
-                side = sides[name]
-                if side.failed:
+                if name in failed:
                     continue
                 try:
-                    done = self._round(name, number, cost)
-                    side.rounds += [done] if number else []
+                    done[name].append(self._round(name, number, cost))
                 except torch.OutOfMemoryError as error:
-                    side.failed = str(error).splitlines()[0]
+                    failed[name] = str(error).splitlines()[0]
                     self.engine.module.zero_grad(set_to_none=True)
                 progress.update(1)
-        return sides
+        return {name: each[1:] for name, each in done.items()}, failed
 
     def _round(self, name: str, number: int, cost: TrainingCost) -> Round:
         on_gpu, done = self.device.type == "cuda", Round()
@@ -114,19 +111,18 @@ class Bench:
     def _step(self, name: str, micro_batches: list[Batch]) -> int:
         batches = [replace(batch, rows=self.task.rows(batch)) for batch in micro_batches]
         trained = sum(len(batch.rows) for batch in batches)
-        scale = len(micro_batches) / max(1, trained)
         for batch in batches:
             batch = batch.to(self.device, dtype_of(self.task.config))
-            if name != "plain":
-                loss = self.task.losses(self.task.pairs(self.engine, batch, seed=0))["loss"]
-            else:
+            if name == "plain":
                 loss = plain_loss_sum(self.task, self.engine, batch, seed=0)
-            self.engine.backward(loss * scale)
+            else:
+                loss = self.task.losses(self.task.pairs(self.engine, batch, seed=0))["loss"]
+            self.engine.backward(loss * (len(batches) / max(1, trained)))
             self.engine.step()
         return trained
 
 
-def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dict[str, Any]]:
+def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path) -> Bench:
     """With a run's own store and optimizer; writes the plain side's files into ``folder``.
 
     Raises:
@@ -151,57 +147,55 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
     if not arguments.verify:
         write_samples(store, sorted({index for batch in plan for index in batch}), folder)
 
-    def trained(name: str, number: int) -> Generator[list[Batch], None, None]:
+    def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
+        if name == "plain":
+            part = plan[number * steps : (number + 1) * steps]
+            yield from plain_batches(part, data, folder, arguments.workers)
+            return
         data.check = check = ShardCheck([store] if name == "verified" else [], ALONE, engine.device)
         with closing(check), closing(data.steps(Position(0, number * steps))) as stream:
             for _ in range(steps):
                 yield next(stream).batches
             check.wait(print)  # as a run does before a checkpoint
 
-    def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
-        if name != "plain":
-            return trained(name, number)
-        part, pinned = plan[number * steps : (number + 1) * steps], data.pin
-        return plain_batches(part, data.lengths, config.gradient_accumulation, folder, arguments.workers, pinned)
-
     what = {"steps_a_round": steps, "optimizer": "DeepSpeed's", "store_bytes": store.manifest.size}
     compared = ("verified", "unverified") if arguments.verify else ("ours", "plain")
-    return Bench(task, engine, engine.device, batches, compared), what
+    return Bench(task, engine, engine.device, batches, what, compared)
 
 
-def from_shape(
-    config: TrainConfig, arguments: argparse.Namespace, shape: dict[str, int]
-) -> tuple[Bench, dict[str, Any]]:
+def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[str, int]) -> Bench:
     """With a head of a given shape on random features, without files.
 
     Raises:
         ValueError: no store to take lengths from, or too few dialogues for ``gradient_accumulation``.
     """
-    device = resolve_device()
+    device, target = resolve_device(), config_of_shape(shape)
     torch.manual_seed(config.seed)
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = _plan(config, lengths, arguments.steps)
     with torch.device(device):
-        task = make_task(config, meta_ends(config_of_shape(shape), str(device), dtype_of(config)))
+        task = make_task(config, meta_ends(target, str(device), dtype_of(config)))
     with exact_buffers(task.module):
         task.module.to(device, dtype_of(config))
-    store: Any = RandomStore(lengths, shape, dtype_of(config), config.taps)
+    store: Any = RandomStore(config, target, lengths, ANSWERS)
     ready: dict[str, list[list[Batch]]] = {"ours": [], "plain": []}
     for batch in plan:
         shares = split_evenly(batch, lengths, config.gradient_accumulation)
-        ready["ours"].append([_pinned(collate(store, share, config.taps, one_row=True), device) for share in shares])
-        ready["plain"].append([_pinned(pad([(i, store[i]) for i in share]), device) for share in shares])
+        ready["ours"].append([collate(store, share, config.taps, one_row=True) for share in shares])
+        ready["plain"].append([pad([(i, store[i]) for i in share]) for share in shares])
+    if device.type == "cuda":
+        ready = {name: [[each.pin_memory() for each in step] for step in steps] for name, steps in ready.items()}
     what = {
         "shape": shape,
         "batch_tokens": config.batch_tokens,
         "dialogue_lengths": REALISTIC if arguments.dialogue_lengths == "realistic" else arguments.dialogue_lengths,
-        "mean_length": round(statistics.mean(lengths[i] for batch in plan for i in batch), 1),
+        "mean_length": round(mean(lengths[i] for batch in plan for i in batch), 1),
         "answers": ANSWERS,
         "features": "random",
         "steps_a_round": len(plan),
         "optimizer": "AdamW, float32 masters",
     }
-    return Bench(task, MasterAdamW(task.module, config), device, lambda name, _: (step for step in ready[name])), what
+    return Bench(task, MasterAdamW(task.module, config), device, lambda name, _: (step for step in ready[name]), what)
 
 
 def _plan(config: TrainConfig, lengths: list[int], most: int | None = None) -> list[list[int]]:
@@ -210,28 +204,6 @@ def _plan(config: TrainConfig, lengths: list[int], most: int | None = None) -> l
     if min(map(len, plan)) < config.gradient_accumulation:
         raise ValueError(f"gradient_accumulation: {config.gradient_accumulation} is more than some batch has dialogues")
     return plan
-
-
-class RandomStore:
-    """Random tokens and features of given lengths, made by each read, always the same."""
-
-    def __init__(self, lengths: list[int], shape: dict[str, int], dtype: torch.dtype, taps: tuple[int, ...]) -> None:
-        self.lengths, self.dtype, self.taps = lengths, dtype, taps
-        self.hidden, self.vocab = shape["hidden"], shape["vocab"]
-
-    def __getitem__(self, index: int) -> StoredDialogue:
-        generator = torch.Generator().manual_seed(index)
-        length = self.lengths[index]
-
-        def states() -> torch.Tensor:
-            return torch.randn(length, self.hidden, generator=generator).to(self.dtype)
-
-        return StoredDialogue(
-            input_ids=torch.randint(0, self.vocab, (length,), generator=generator),
-            loss_mask=torch.arange(length) >= (1 - ANSWERS) * length,
-            features=states(),
-            taps={layer: states() for layer in self.taps},
-        )
 
 
 def config_of_shape(shape: dict[str, int]) -> LlamaConfig:
@@ -254,7 +226,3 @@ def draw_lengths(source: str, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(4096, generator=generator) * REALISTIC["sigma"] + REALISTIC["mu"]).exp()
     return drawn.long().clamp(int(REALISTIC["shortest"]), int(REALISTIC["longest"])).tolist()
-
-
-def _pinned(batch: Batch, device: torch.device) -> Batch:
-    return batch.pin_memory() if device.type == "cuda" else batch

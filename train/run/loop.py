@@ -32,15 +32,15 @@ from train.data.packing import Batch, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.run.answers import OWN_SHARE, answers_line, describe_answers, describe_heldout
 from train.run.files import (
+    PACKING,
     Metrics,
     StateFolder,
-    check_same_base,
-    check_same_data,
+    check_continues,
     clear_dead_run,
     describe_data,
-    describe_run,
+    how_to_repeat,
 )
-from train.run.inputs import Inputs, target_identity
+from train.run.inputs import Inputs
 from train.run.limits import Limits, Progress
 from train.run.state import SavedState, save_state
 from train.run.summary import write_summary
@@ -128,20 +128,22 @@ class TrainRun:
     def _describe(self, arguments: list[str]) -> dict[str, Any]:
         """The contents of run.json."""
         task, inputs = self.task, self.inputs
-        more = {
+        described = {
+            "drafter": self.config.drafter,
+            "packing": PACKING,
+            "ranks": self.ranks.count,
+            **how_to_repeat(self.config, arguments, "deepspeed", "safetensors"),
             "data": {"train": describe_data(inputs.train.manifest)},
             "heldout": describe_heldout(self.config, inputs.heldout.manifest),
             "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
             "energy": self.energy.how,
             "hardware": hardware(self.engine.device),
         }
-        base = None if task.base is None else {"base": task.base.model_dump()}
-        return describe_run(self.config, arguments, self.ranks.count) | more | (base or {})
+        return described if task.base is None else described | {"base": task.base.model_dump()}
 
     def _restore_optimizer(self, saved: SavedState) -> None:
         """The saved optimizer state, after a check that data and base are those that the run began with."""
-        check_same_data(self.config.out, self.info["data"])
-        check_same_base(self.config.out, self.info.get("base"))
+        check_continues(self.config.out, self.info)
         saved.load_optimizer(self.engine, self.progress.step)
         if self.average is not None:
             self.average.load(saved.weight_average())
@@ -397,4 +399,5 @@ class TrainRun:
             "joules": self.progress.joules,
             **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
         }
-        self.task.export(weights, target_identity(self.config, self.inputs.ends), training)
+        target = self.inputs.ends.identity(self.config.target, self.config.revision)
+        self.task.export(weights, target, training)

@@ -6,12 +6,11 @@ import sys
 import torch
 
 from data_prep.common.ranks import find_rank
-from drafters.cli.program import command
 from drafters.common.precision import warn_if_slow
 from train.core import engine, runtime
 from train.core.config import TrainConfig
 from train.core.task import make_task
-from train.run.endings import farewell, finished_at, what_is_kept
+from train.run.endings import farewell, finished_at
 from train.run.files import check_run_disk
 from train.run.inputs import open_inputs
 from train.run.loop import TrainRun
@@ -46,10 +45,3 @@ def settle_precision(config: TrainConfig) -> TrainConfig:
         print(f"precision: {settled.precision} (auto)")
     warn_if_slow(dtype, runtime.rank_device())
     return settled
-
-
-def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """What an interrupted run has saved, and the command that continues it."""
-    if arguments.dry_run or arguments.overfit:
-        return f"to start again: {command()}"
-    return what_is_kept(config.out, command(), command("--resume"))

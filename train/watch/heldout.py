@@ -14,14 +14,18 @@ from train.watch.positions import by_position
 PART_TOKENS = 2048  # tokens at a time: the mask of ``chain_alpha`` grows with the square of a row
 
 
+def first_dialogues(store: Source, tokens: int) -> list[int]:
+    """The dialogues of the first ``tokens`` tokens, at least one."""
+    return list(range(max(1, int((store.lengths.cumsum(0) <= tokens).sum()))))
+
+
 class Heldout:
     """The first ``tokens`` tokens (at least one dialogue) of the held-out store, split over the ranks."""
 
     def __init__(self, store: Source, tokens: int, ranks: Ranks) -> None:
         self.store, self.ranks = store, ranks
         lengths = store.lengths.tolist()
-        ends = store.lengths.cumsum(0)
-        self.dialogues = list(range(max(1, int((ends <= tokens).sum()))))
+        self.dialogues = first_dialogues(store, tokens)
         total = sum(lengths[i] for i in self.dialogues)
         parts = -(-total // (PART_TOKENS * ranks.count)) * ranks.count
         self.shares = split_evenly(self.dialogues, lengths, parts)
@@ -34,7 +38,7 @@ class Heldout:
 
         ``with_own_answers``: also ``own_answers``, which training does not change.
         """
-        ratios: dict[str, Ratio] = {}
+        sums: dict[str, Tensor] = {}  # total and count
         module.eval()
         for share in self.shares[self.ranks.rank :: self.ranks.count]:
             batch = collate_or_stand_in(self.store, share, self.dialogues, task.config.taps)
@@ -48,13 +52,11 @@ class Heldout:
             found |= {"own_answers": own_answers(task, batch)} if with_own_answers else {}
             found |= vocabulary_coverage(task, pairs.targets)
             for name, ratio in found.items():
-                before = ratios.get(name)
-                ratios[name] = Ratio(before.total + ratio.total, before.count + ratio.count) if before else ratio
+                sums[name] = sums.get(name, 0) + torch.stack([ratio.total.double(), ratio.count.double()])
         module.train()
-        sums = torch.stack([part.double() for r in ratios.values() for part in (r.total, r.count)])
-        values = self.ranks.total(sums).view(-1, 2).tolist()
+        values = self.ranks.total(torch.stack([*sums.values()])).tolist()
         # A ratio without a count is left out, for example n-alpha if no chain reached step n.
-        return {f"heldout_{name}": total / count for name, (total, count) in zip(ratios, values, strict=True) if count}
+        return {f"heldout_{name}": total / count for name, (total, count) in zip(sums, values, strict=True) if count}
 
 
 def own_answers(task: Task, batch: Batch) -> Ratio:

@@ -36,7 +36,7 @@ def by_position(task: Task, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
     places = places.flatten()[batch.rows]
     found: dict[str, Ratio] = {}
     for start, end in BUCKETS:
-        chosen = (places >= start) & (places < end if end is not None else places >= start)
+        chosen = (places >= start) & (places < (end or 1 << 62))
         part = pairs.at(chosen)
         judged = task.judged(part)
         first = Pairs(judged.predictions[:1], judged.targets)  # no later prediction is accepted without it
