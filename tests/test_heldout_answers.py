@@ -1,7 +1,6 @@
 """The held-out store holds the target's own answers, and training says where it does not."""
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,20 +16,18 @@ from matplotlib import pyplot
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
-from data_prep import features
 from data_prep.answers.finished import whose
 from data_prep.answers.heldout import regeneration
-from data_prep.configs import FeaturesConfig, RegenerateConfig
+from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.store.lock import LOCK
 from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from drafters.config import load_config
 from train import summary
 from train.run import picture
-from train.run.answers import OWN_SHARE, answers_line, describe_answers, remake_online
 from train.run.files import read_metrics
+from train.run.summary import OWN_SHARE, answers_line, describe_answers
 
 OWN = {"heldout_answers": "own", "heldout_new_tokens": 12, "exit_layers": [], "max_length": 192, "batch_tokens": 2048}
 
@@ -203,30 +200,19 @@ def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, ti
     summary.main([str(tmp_path / "given")])
     assert found["warning"] in capsys.readouterr().out
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
-    # The printed command.
-    removal, make = found["warning"].partition("To measure on its own answers: ")[2].split(" && ")
-    (word, option, store_there), words = shlex.split(removal), shlex.split(make)
-    assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))
-    shutil.rmtree(store_there)
-    features.main(words[3:])
-    again = read_manifest(folder / "out" / "heldout")
-    assert (again.answers, again.taps, again.dtype) == ("own", [2], "float32")
+    store_there = folder / "out" / "heldout"
+    how = f"To measure on its own answers: delete {store_there}, then run data_prep.features with heldout_answers=own"
+    assert found["warning"].endswith(how)
+    shutil.rmtree(store_there)  # as the warning says
+    run(folder / "features.yaml", "heldout_answers=own")
     assert train(folder / "out", speaker, tmp_path / "again")["warning"] is None
 
 
 def test_what_a_low_share_means():
-    """Catches sampled answers called foreign, a run of an older version without a summary, a command for online runs
-    that data_prep.regenerate does not take."""
+    """Catches sampled answers called foreign, and a run of an older version without a summary."""
     assert describe_answers({}, None)["warning"] is None
     assert answers_line(describe_answers({}, None)) == "held-out answers: not recorded"
     assert describe_answers({"answers": "given", "remake": "R"}, 0.9)["warning"] is None
     assert "70% of the tokens" in describe_answers({"answers": None, "remake": "R"}, 0.7)["warning"]
     assert "figures are for sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
     assert "another dtype, or be damaged" in describe_answers({"answers": "own"}, 0.7)["warning"]
-    data = {"train": "a.jsonl", "heldout": "my b.jsonl", "limit": 50, "target_dtype": "float16"}
-    values = {**tiny_run.settings("t", Path("online"), Path("runs/x")), "data": data}
-    line, _, then = remake_online(tiny_run.read("eagle", values)).partition(", then train with ")
-    words = shlex.split(line)
-    config = load_config(RegenerateConfig, words[4], words[5:])
-    assert (config.source, config.limit, config.dtype, config.drafter) == ("my b.jsonl", 50, "float16", None)
-    assert then == f"data.heldout={config.out}" == "data.heldout=runs/x-heldout.jsonl"

@@ -25,10 +25,10 @@ from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from drafters.config import validate
 from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
 from train.configs import StartConfig
-from train.plan.configs import page
+from train.plan.configs import page_text, values_of
 from train.plan.facts import Data, Machine, Model, Rates, look_at_model
-from train.plan.script import script
 from train.plan.steps import Plan, Planner
+from train.plan.write import script
 
 SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
 SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
@@ -175,8 +175,9 @@ def plan(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **change
         part = next(name for name, each in parts.items() if hasattr(each, key))
         parts[part] = replace(parts[part], **{key: value})
     made = Planner(model, **parts, settings=validate(StartConfig, start, "test")).make()
-    for file, (values, reasons) in made.files.items():
-        assert yaml.safe_load(page("title", "command", values, reasons)) == values
+    for file, page in made.files.items():
+        values = values_of(page)
+        assert yaml.safe_load(page_text("title", "command", page)) == values
         if (name := file.removesuffix(".yaml")) in SCHEMAS:
             validate(SCHEMAS[name], values, file)
     subprocess.run(["bash", "-n"], input=script(made, ["python"]), text=True, check=True)
@@ -213,7 +214,8 @@ def test_the_minutes_are_kept_where_the_target_asks(
         took = {step.name: step.seconds for step in made.steps}
         assert 0.75 * minutes < sum(took.values()) / 60 < 1.05 * minutes
         assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
-        count, config = made.files["magpie.yaml"][0]["count"], made.files["magpie.yaml"][0]
+        config = values_of(made.files["magpie.yaml"])
+        count = config["count"]
         assert 60 * config["minutes"] == pytest.approx(1.5 * count * 0.05, abs=1)
         held = int(made.steps[1].commands[0].split("--heldout ")[1].split()[0])
         assert 8 <= held <= max(8, count / 10) and "--unanswered" in made.steps[1].commands[0]
@@ -225,11 +227,11 @@ def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tm
     """
     made = plan(model, monkeypatch, tmp_path, disk=10**8)
     assert "features" not in [step.name for step in made.steps]
-    assert made.files["eagle.yaml"][0]["features"] == "online"
+    assert values_of(made.files["eagle.yaml"])["features"] == "online"
     assert "are computed during training" in made.notes[0]
     made = plan(model, monkeypatch, tmp_path, own=True, minutes=30)
     assert "answers" not in [step.name for step in made.steps]
-    assert made.files["features.yaml"][0]["limit"] < 10_000
+    assert made.files["features.yaml"]["limit"] < 10_000
     made = plan(model, monkeypatch, tmp_path, method="kangaroo", hub="you/it")
     assert [step.name for step in made.steps][-4:] == ["tune", "speed", "lossless", "push"]
     assert "tune/best.yaml" in made.steps[-3].commands[0]

@@ -143,7 +143,7 @@ def test_lora_leaves_an_adapter_that_merges(settings: dict[str, Any], draft: Pat
     model itself trained or saved; a finished run that is not seen as one."""
     from peft import PeftModel
 
-    from train.run.endings import finished_at
+    from train.run.training import finished_at
 
     out, lora = Path(settings["out"]), {"r": 4, "alpha": 12}
     run = tiny_run.train_here("draft_model", settings | {"steps": 30, "lora": lora})

@@ -21,9 +21,8 @@ from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of
 from train.core.config import TrainConfig
-from train.preflight import checks, estimate
-from train.preflight.checks import Report
-from train.preflight.dry_run import dry_run
+from train.preflight import estimate
+from train.preflight.dry_run import Report, check_model, dry_run
 from train.preflight.estimate import memory_parts, meta_task, parameters, pass_memory, target_parameters
 from train.run.files import run_folder_bytes
 
@@ -263,9 +262,9 @@ def test_every_model_has_its_recipes() -> None:
 def test_models_beside_the_target_are_what_their_files_say(tmp_path: Path) -> None:
     """Catches a draft model with a missing tensor, which the dry run passes and the run refuses."""
     tiny.build("llama").save_pretrained(tmp_path)
-    assert checks.check_model(str(tmp_path)).model_type == "llama"
+    assert check_model(str(tmp_path)).model_type == "llama"
     weights = load_file(tmp_path / "model.safetensors")
     gone, _ = weights.popitem()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"missing: {gone}"):
-        checks.check_model(str(tmp_path))
+        check_model(str(tmp_path))

@@ -23,8 +23,8 @@ from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
 from train.medusa import JointTask
-from train.run.endings import farewell, finished_at
 from train.run.files import TIMED, read_metrics
+from train.run.training import farewell, finished_at
 
 HEADS = 3
 LORA = {"r": 4, "alpha": 8}

@@ -17,8 +17,8 @@ from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
 from train.core.weights import exported
-from train.run.endings import finished_at
 from train.run.files import TIMED, read_metrics
+from train.run.training import finished_at
 
 
 @pytest.fixture(scope="module")

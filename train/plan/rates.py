@@ -18,7 +18,7 @@ from drafters.config import validate
 from drafters.loop.acceptance import FEW_ROWS
 from drafters.loop.refill import Refilled
 from train.configs import StartConfig
-from train.plan.configs import FORWARD, magpie
+from train.plan.configs import FORWARD, magpie, values_of
 from train.plan.facts import Data, Machine, Model, Rates, answer_spans
 
 ROWS = 64  # most dialogues answered in parallel
@@ -72,8 +72,8 @@ def measure(start: StartConfig, model: Model, machine: Machine, data: Data | Non
 
 def asked(target: TargetModel, model: Model, rows: int) -> list[list[int]]:
     """The prompts of questions that the target asks itself; raises ValueError if too few are usable."""
-    values, _ = magpie(model, min(rows, QUESTIONS // 2), "-", QUESTIONS, None)
-    config = validate(MagpieConfig, values, "the sample")
+    page = magpie(model, min(rows, QUESTIONS // 2), "-", QUESTIONS)
+    config = validate(MagpieConfig, values_of(page), "the sample")
     try:
         prompt, mark = model.chat.question_prompt()
     except DroppedError as error:

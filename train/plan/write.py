@@ -1,11 +1,13 @@
-"""The steps of train.start: inspect, measure, plan, write the files; run the script."""
+"""train.start: inspect, measure, plan, write the configs and one script of plain commands; run the script."""
 
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from huggingface_hub import get_token
 from rich.console import Console
+from rich.table import Table
 
 from data_prep.common.disk import check_room
 from drafters.common.files import replace_json, replace_text
@@ -13,10 +15,9 @@ from drafters.common.provenance import cpu_name
 from drafters.common.wording import size_text
 from drafters.model.ends import load_frozen_ends
 from train.configs import START_FACTS, START_SCRIPT, StartConfig
-from train.plan import configs
+from train.plan.configs import page_text
 from train.plan.facts import Machine, Model, Rates, look_at_data, look_at_machine, look_at_model
 from train.plan.rates import measure
-from train.plan.script import script, show
 from train.plan.steps import Plan, Planner
 
 
@@ -59,10 +60,10 @@ def save(config: StartConfig, plan: Plan, rates: Rates, command: list[str]) -> N
     """Write all files of a start, the script last, which marks it as complete."""
     (config.out / "configs").mkdir(parents=True, exist_ok=True)
     replace_json(config.out / START_FACTS, {"settings": config.settings(), "rates": vars(rates)})
-    for file, (values, reasons) in plan.files.items():
+    for file, page in plan.files.items():
         user = next(line for step in plan.steps for line in step.commands if f"configs/{file}" in line)
         title = f"{file.removesuffix('.yaml')}, by train.start"
-        replace_text(config.out / "configs" / file, configs.page(title, user.split(" $(")[0], values, reasons))
+        replace_text(config.out / "configs" / file, page_text(title, user.split(" $(")[0], page))
     replace_text(config.out / START_SCRIPT, script(plan, command))
     (config.out / START_SCRIPT).chmod(0o755)
 
@@ -87,3 +88,56 @@ def run_script(config: StartConfig) -> None:
     """Replace this process by the script, so that Ctrl-C reaches the running step and no memory stays in use."""
     sys.stdout.flush()
     os.execvp("bash", ["bash", str(config.out / START_SCRIPT)])
+
+
+def script(plan: Plan, command: list[str]) -> str:
+    """``run.sh``: a finished step leaves ``.done`` in its folder and does not run again."""
+    total = sum(step.seconds for step in plan.steps)
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Written by: {shlex.join(command)}",
+        f"# About {minutes(total)} in all. A finished step leaves .done in its folder and does not run again; an",
+        "# interrupted step continues. If you change a config, delete the folders made with the old one.",
+        "set -euo pipefail",
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"',
+    ]
+    for number, step in enumerate(plan.steps, start=1):
+        done = shlex.quote(f"{step.done}/.done")
+        sizes = {"disk": step.disk, "memory": step.memory}
+        needed = "".join(f", {size_text(size)} of {what}" for what, size in sizes.items() if size)
+        lines += [
+            "",
+            f"# {number}. {step.name}: about {minutes(step.seconds)}{needed}",
+            f"# ({step.how})",
+            f"if [ ! -e {done} ]; then",
+            f'  echo "== $(date +%H:%M) {number} of {len(plan.steps)}: {step.name}, about {minutes(step.seconds)}"',
+            *(f"  {line}" for line in step.commands),
+            f"  touch {done}",
+            "fi",
+        ]
+    return "\n".join([*lines, "", f'echo "== $(date +%H:%M) finished: {plan.report}"', ""])
+
+
+def minutes(seconds: float) -> str:
+    """Time in seconds, minutes or hours."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def show(plan: Plan, console: Console) -> None:
+    """The table of the steps."""
+    table = Table("step", "minutes", "disk", "memory", "estimated from")
+    for column in table.columns[1:4]:
+        column.justify, column.no_wrap = "right", True
+    for step in plan.steps:
+        sizes = [size_text(size) if size else "" for size in (step.disk, step.memory)]
+        table.add_row(step.name, f"{step.seconds / 60:.1f}", *sizes, step.how)
+    total = sum(step.seconds for step in plan.steps) / 60
+    disk = sum(step.disk for step in plan.steps)
+    table.add_section()
+    table.add_row("all", f"{total:.1f}", size_text(disk), size_text(max(step.memory for step in plan.steps)), "")
+    console.print(table)
+    for note in plan.notes:
+        console.print(note, style="yellow")

@@ -33,8 +33,7 @@ def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = N
 
     from train.preflight.dry_run import print_report
     from train.preflight.overfit import overfit
-    from train.run.endings import what_is_kept
-    from train.run.training import settle_precision, train
+    from train.run.training import settle_precision, train, what_is_kept
 
     if not arguments.dry_run:
         config = settle_precision(config)

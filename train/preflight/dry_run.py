@@ -5,17 +5,24 @@ estimates use --tokens or --data and --target-config.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import check_room
 from data_prep.common.ranks import find_rank
+from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import check_source
-from data_prep.store.manifest import token_bytes
+from data_prep.extraction.headers import make_headers
+from data_prep.store.manifest import ANSWERS, token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.hub.declared import READERS
@@ -23,17 +30,63 @@ from drafters.layouts.export import served_by
 from drafters.methods import method_names
 from drafters.model.cache import head_sizes
 from drafters.model.files import load_config_only, resolve_device
+from drafters.model.loading import BASE, config_and_adapter
+from drafters.model.weights import open_weights, weight_files
 from train.core.config import TrainConfig
 from train.core.task import Task
 from train.core.weights import init_from
+from train.data.online import OnlineFeatures, as_feature_keys
 from train.data.packing import Source
-from train.preflight import checks, estimate
-from train.preflight.checks import Report
+from train.preflight import estimate
 from train.preflight.workload import SAMPLE, Workload, estimate_workload, store_workload
 from train.run.files import check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
 from train.run.inputs import check_taps, open_inputs
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
+
+LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
+Found = TypeVar("Found")
+
+
+@dataclass
+class Report:
+    """The lines of a dry run. ``problems`` would keep the run from starting; ``short``: the parts of the last line.
+
+    ``names``: the target's name in messages, by its folder in the Hub's cache. ``memory``: bytes of a rank by part.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    short: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, text: str, short: str | None = None) -> None:
+        """Add one line of the table, and perhaps a part of the last line."""
+        self.lines.append(f"{name:<24} {text}")
+        self.short += [] if short is None else [short]
+
+    def check(
+        self, name: str, what: Callable[[], Found], done: str | Callable[[Found], str], short: str | None = None
+    ) -> Found | None:
+        """Call ``what`` and return its value; its error is a problem. ``done``: text, or a function of the value."""
+        try:
+            value = what()
+        except (ValueError, OSError, EntryNotFoundError) as error:  # the last: an index names missing files
+            text = str(error)
+            for folder, known_as in self.names.items():
+                text = text.replace(folder, known_as)
+            self.problems.append(f"{name}: {text}")
+            self.add(name, f"PROBLEM: {text}", short)
+            return None
+        self.add(name, done if isinstance(done, str) else done(value), short)
+        return value
+
+    def text(self) -> str:
+        """The whole report."""
+        found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
+        short = [f"In short: {'; '.join(self.short)}"] if self.short else []
+        return "\n".join([*self.lines, *short, f"Result: {found}"])
 
 
 def print_report(config: TrainConfig, arguments: Namespace) -> int:
@@ -54,20 +107,20 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
         config = config.model_copy(update={"precision": "bf16"})  # of all GPUs whose peak is known
     check_folder = partial(check_run_folder, config, given.resume)
     config = report.check("run folder", check_folder, f"{config.out} can be used") or config
-    report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
+    report.check("libraries", check_libraries, ", ".join(LIBRARIES))
 
     # The target, and the models beside it.
-    local = checks.here(config)
+    local = here(config)
     report.names = {} if local is None else {local.target: config.target}
     where = "a folder" if local is config else "in the Hub's cache"
-    target = report.check("target", lambda: checks.target_config(config, local), f"{config.target}, {where}")
+    target = report.check("target", lambda: target_config(config, local), f"{config.target}, {where}")
     if instead := given.target_config:
         read = partial(load_config_only, instead, may_be_file=True)
         target = report.check("target's shape", read, f"from {instead}")
-    others = [report.check(key, partial(checks.check_model, name), name) for key, name in config.other_models.items()]
+    others = [report.check(key, partial(check_model, name), name) for key, name in config.other_models.items()]
 
     # The data, and whether it fits the target, as far as that is here.
-    missing = checks.not_here(config, local)
+    missing = not_here(config, local)
     train, heldout, compared = _check_data(report, config, local, missing)
     if missing:
         report.add("not checked", f"what needs the target's files: {missing} not here")
@@ -95,9 +148,9 @@ def _check_data(
         if local is None or missing or len(report.problems) > before:
             return None, None, False
         done = f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)"
-        return None, report.check("target and dialogues", partial(checks.first_dialogues, local), done), True
+        return None, report.check("target and dialogues", partial(first_dialogues, local), done), True
     train, heldout = (
-        report.check(split, partial(FeatureStore.open, Path(config.features) / split), checks.describe_store)
+        report.check(split, partial(FeatureStore.open, Path(config.features) / split), describe_store)
         for split in ("train", "heldout")
     )
     compared = local is not None and "weights" not in missing and train is not None and heldout is not None
@@ -118,6 +171,87 @@ def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, g
         longest = config.data.max_length if config.data is not None else given.max_length
         count = partial(estimate_workload, config, given.tokens, data, longest)
     return report.check("data", count, Workload.describe)
+
+
+def check_libraries() -> None:
+    """Raise ValueError if a library is missing, which a run imports only at its first use."""
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
+
+
+def here(config: TrainConfig) -> TrainConfig | None:
+    """``config`` with the target's folder, perhaps in the Hub's cache; None if there is none. It uses no network."""
+    if Path(config.target).is_dir():
+        return config
+    try:
+        found = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
+    except HFValidationError:  # a path
+        return None
+    if not isinstance(found, str):
+        return None
+    return config.model_copy(update={"target": str(Path(found).parent), "revision": None})
+
+
+def target_config(config: TrainConfig, local: TrainConfig | None) -> PretrainedConfig:
+    """The target's configuration; ``local``: of ``here``."""
+    if local is None:
+        raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
+    return load_config_only(local.target, local.revision)
+
+
+def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
+    """The target's files that a run would have to fetch from the Hub; "" if none."""
+    if local is None:
+        return "target"
+    if local is config:  # a folder: missing files are an error
+        return ""
+    folder = Path(local.target)
+    missing = [] if all((folder / name).is_file() for name in weight_files(local.target)) else ["weights"]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer")
+    return " and ".join(missing)
+
+
+def check_model(name: str) -> PretrainedConfig:
+    """The configuration of a model that a run loads beside its target; for an adapter, of its base model.
+
+    Raises:
+        ValueError: it cannot be used, or the tensors in its folder do not fit its configuration.
+    """
+    config, adapter = config_and_adapter(name)
+    base = name if adapter is None else adapter[BASE]
+    if Path(base).is_dir():
+        open_weights(base, None, config)
+    return config
+
+
+def describe_store(store: FeatureStore) -> str:
+    """One line on a store."""
+    manifest = store.manifest
+    return (
+        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
+        f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
+        f"{ANSWERS[manifest.answers]}"
+    )
+
+
+def first_dialogues(config: TrainConfig) -> OnlineFeatures:
+    """The held-out dialogues of an online run, without features; also reads ``SAMPLE`` dialogues to train on.
+
+    ``config``: with the target's folder. The held-out ones are all that tau chooses among, or ``SAMPLE``.
+
+    Raises:
+        ValueError: as the run would.
+    """
+    data = config.data
+    assert data is not None
+    chat = load_tokenizer(config.target, config.revision, data.chat_template)
+    headers = make_headers(as_feature_keys(config, data), chat)
+    first = min(SAMPLE, data.limit or SAMPLE)
+    encode_split(data.train, chat, data.max_length, first)
+    heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
+    return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)
 
 
 def add_estimates(

@@ -30,7 +30,6 @@ from train.core.weights import init_from
 from train.data.frequency import find_frequent
 from train.data.packing import Batch, StepData, TrainData
 from train.data.shard_check import ShardCheck
-from train.run.answers import OWN_SHARE, answers_line, describe_answers, describe_heldout
 from train.run.files import (
     PACKING,
     Metrics,
@@ -43,7 +42,7 @@ from train.run.files import (
 from train.run.inputs import Inputs
 from train.run.limits import Limits, Progress
 from train.run.state import SavedState, save_state
-from train.run.summary import write_summary
+from train.run.summary import OWN_SHARE, answers_line, describe_answers, describe_heldout, write_summary
 from train.watch.energy import TrainingEnergy
 from train.watch.flops import TrainingCost, training_cost
 from train.watch.heldout import Heldout
