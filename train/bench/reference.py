@@ -84,11 +84,8 @@ def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
 def plain_loss_sum(task: Task, module: Any, batch: Batch, seed: int | None = None) -> Tensor:
     """The task's "loss", differentiable, by full ``[B, T, V]`` logits and a mask.
 
-    Args:
-        task: gives the predictions, targets and losses, all but the cross-entropy.
-        module: what is trained.
-        batch: padded, on the module's device; ``rows`` are its trained positions.
-        seed: as for ``Task.pairs``.
+    ``task`` gives all but the cross-entropy. ``batch``: padded; ``rows`` are its trained positions. ``seed``: as for
+    ``Task.pairs``.
     """
     inputs = batch if seed is None else task.with_noise(batch, seed)
     predicted = task.predict(module, replace(inputs, spans=[]))  # without spans: plain causal attention

@@ -51,27 +51,18 @@ class Round:
 
 @dataclass
 class Bench:
-    """Task, engine and batches of both sides.
-
-    Attributes:
-        batches: ``batches(side, round)`` gives the round's optimiser steps, each a list of micro-batches.
-        what: facts for the report.
-        sides: their names; "plain" is trained by the plain formulation.
-    """
+    """Task, engine and batches of both sides."""
 
     task: Task
     engine: Any
     device: torch.device
+    # Side and number of a round -> its optimiser steps, each a list of micro-batches.
     batches: Callable[[str, int], Generator[list[Batch], None, None]]
-    what: dict[str, Any]
-    sides: tuple[str, str] = ("ours", "plain")
+    what: dict[str, Any]  # facts for the report
+    sides: tuple[str, str] = ("ours", "plain")  # "plain" is trained by the plain formulation
 
     def run(self, rounds: int, progress: Any) -> tuple[dict[str, list[Round]], dict[str, str]]:
-        """Alternate between the sides; the first round is warm-up and does not count.
-
-        Returns:
-            The rounds of each side, and why a side failed for lack of memory.
-        """
+        """Alternate between the sides, after a round of warm-up; return their rounds, and who had too little memory."""
         done: dict[str, list[Round]] = {name: [] for name in self.sides}
         failed: dict[str, str] = {}
         cost = training_cost(self.task)

@@ -44,27 +44,19 @@ class Model:
 
 @dataclass
 class Data:
-    """The dialogues, their sizes estimated from a sample.
-
-    Attributes:
-        tokens, answers: of all dialogues, and those that belong to answers.
-        own: the answers are the target's own; if not, ``answered`` estimates them.
-        seconds: that reading took.
-        some, used: tokenized records, and the number of dialogues they come from.
-        asking: seconds per question if the target also asks; ``dialogues`` is then the possible number.
-    """
+    """The dialogues, their sizes estimated from a sample."""
 
     source: str
-    dialogues: int
+    dialogues: int  # if the target asks: the possible number
     turns: int
-    tokens: int
-    answers: int
-    own: bool
-    read: str
-    seconds: float
-    some: list[MaskedTokens] = field(default_factory=list)
-    used: int = 0
-    asking: float | None = None
+    tokens: int  # of all dialogues
+    answers: int  # tokens that belong to answers
+    own: bool  # the answers are the target's own; if not, ``answered`` estimates them
+    read: str  # counts in one line
+    seconds: float  # that reading took
+    some: list[MaskedTokens] = field(default_factory=list)  # records of a sample
+    used: int = 0  # dialogues that they come from
+    asking: float | None = None  # seconds per question, if the target also asks
 
     def answered(self, length: float, model: Model) -> "Data":
         """The same questions with the target's answers of ``length`` tokens, as many as fit into a dialogue."""
@@ -83,37 +75,28 @@ class Data:
 
 @dataclass
 class Machine:
-    """This machine. ``memory``, ``disk``: free bytes."""
+    """This machine."""
 
     device: torch.device
     gpus: int
     cores: int
-    memory: int
-    disk: int
+    memory: int  # free bytes
+    disk: int  # free bytes
     dtype: str
 
 
 @dataclass
 class Rates:
-    """Tokens/s of the target, measured here.
+    """Tokens/s of the target, measured here."""
 
-    Attributes:
-        one: decoding one text.
-        many, rows, answer: answering ``rows`` questions in parallel, with ``answer`` tokens each, on all GPUs.
-        prefill: forward of whole dialogues, on all GPUs.
-        start: seconds of a program's imports and of loading the target.
-        weights: bytes of the target.
-        exact: of the lossless test, in float32; None: not enough memory.
-    """
-
-    one: float
-    many: float
+    one: float  # decoding one text
+    many: float  # answering ``rows`` questions in parallel, on all GPUs
     rows: int
-    answer: float
-    prefill: float
-    start: float
-    weights: int
-    exact: float | None
+    answer: float  # tokens of an answer
+    prefill: float  # forward of whole dialogues, on all GPUs
+    start: float  # seconds of a program's imports and of loading the target
+    weights: int  # bytes of the target
+    exact: float | None  # of the lossless test, in float32; None: not enough memory
 
 
 def look_at_model(name: str) -> Model:
@@ -126,11 +109,7 @@ def look_at_model(name: str) -> Model:
 
 
 def look_at_data(source: str, model: Model) -> Data:
-    """Read all dialogues and tokenize some.
-
-    Raises:
-        ValueError: it cannot be read, or holds too few usable dialogues; the message has the counts.
-    """
+    """Read all dialogues and tokenize some; raises ValueError for unreadable data or too few usable dialogues."""
     sample = sample_split(source, model.chat, model.longest, SAMPLE)
     if sample.usable < FEWEST:
         raise ValueError(f"--data {source}: {sample.describe()}; at least {FEWEST} usable dialogues are needed")

@@ -31,11 +31,9 @@ FEWEST_ANSWERS = 32
 
 
 def measure(start: StartConfig, model: Model, machine: Machine, data: Data | None) -> tuple[Rates, Data]:
-    """Load the target and time it.
+    """Load the target, time it, and return also the dialogues with the target's own answers.
 
-    Returns:
-        The rates, and the dialogues with the target's own answers. Without ``data`` they are as many as the target can
-        ask and answer in the minutes of ``start``.
+    Without ``data`` they are as many as the target can ask and answer in the minutes of ``start``.
 
     Raises:
         ValueError: an unsupported target, too little memory, or no usable prompt.
@@ -170,10 +168,7 @@ def exact_rate(model: Model, prompts: list[list[int]]) -> float | None:
 
 def some_prompts(model: Model, data: Data) -> list[list[int]]:
     """The prompt of one answer of each dialogue in the sample: dialogue n gives that of its n-th answer, cyclically.
-
-    Raises:
-        ValueError: all are too long to be answered.
-    """
+    Raises ValueError if all are too long to be answered."""
     room, prompts = model.longest - model.answer, list[list[int]]()
     for number, dialogue in enumerate(data.some):
         if spans := [begin for begin, _ in answer_spans(dialogue) if begin <= room]:

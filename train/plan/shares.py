@@ -15,20 +15,14 @@ PROMPTS, TEXTS = (4, 20), (64, 512)  # fewest and most prompts of the report, sa
 
 @dataclass
 class Shares:
-    """What fits into the minutes.
+    """What fits into the minutes."""
 
-    Attributes:
-        heldout: dialogues that are held out. prompts: of the report. begun, texts: greedy and sampled texts of the
-            lossless test. tokens: of the dialogues to train on.
-        report, tune, certificate, answering, training: seconds of these steps.
-    """
-
-    heldout: int
-    prompts: int
-    begun: int
-    texts: int
-    tokens: float
-    report: float
+    heldout: int  # dialogues
+    prompts: int  # of the report
+    begun: int  # greedy texts of the lossless test
+    texts: int  # sampled texts of the lossless test
+    tokens: float  # of the dialogues to train on
+    report: float  # seconds of this step, and of the next ones
     tune: float
     certificate: float
     answering: float

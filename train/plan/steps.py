@@ -33,18 +33,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Step:
-    """One step of the script. ``seconds``, ``disk`` and ``memory`` (bytes) are estimates, ``how`` their source.
-
-    ``done``: the folder that gets ``.done`` at its end.
-    """
+    """One step of the script."""
 
     name: str
-    done: str
+    done: str  # the folder that gets ``.done`` at its end
     commands: list[str]
-    seconds: float
-    how: str
-    memory: float
-    disk: float = 0.0
+    seconds: float  # an estimate, as memory and disk are
+    how: str  # the source of the estimate
+    memory: float  # bytes
+    disk: float = 0.0  # bytes
 
 
 @dataclass

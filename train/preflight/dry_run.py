@@ -133,7 +133,14 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
         report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers), "ok")
     if config.tau_every and heldout is not None:
         report.check("prompts for tau", lambda: tau_prompts(config, target, heldout), "found")
-    add_estimates(report, config, target, train, _workload(report, local or config, train, given), given)
+    workload = None
+    if train is not None:
+        workload = report.check("data", partial(store_workload, config, train), Workload.describe)
+    elif given.tokens is not None or given.data or config.data is not None:
+        workload = report.check("data", partial(estimate_workload, local or config, given), Workload.describe)
+    else:
+        report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
+    add_estimates(report, config, target, train, workload, given)
     return report
 
 
@@ -148,7 +155,7 @@ def _check_data(
         if local is None or missing or len(report.problems) > before:
             return None, None, False
         done = f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)"
-        return None, report.check("target and dialogues", partial(first_dialogues, local), done), True
+        return None, report.check("target and dialogues", partial(read_dialogues, local), done), True
     train, heldout = (
         report.check(split, partial(FeatureStore.open, Path(config.features) / split), describe_store)
         for split in ("train", "heldout")
@@ -158,19 +165,6 @@ def _check_data(
         done = f"target{'' if missing else ', tokenizer'} and exit layer are those of the features"
         report.check("target and features", partial(open_inputs, local, device="meta"), done)
     return train, heldout, compared
-
-
-def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Namespace) -> Workload | None:
-    data = given.data or (config.data.train if config.data is not None else None)
-    if store is not None:
-        count = partial(store_workload, config, store)
-    elif given.tokens is None and data is None:
-        report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
-        return None
-    else:
-        longest = config.data.max_length if config.data is not None else given.max_length
-        count = partial(estimate_workload, config, given.tokens, data, longest)
-    return report.check("data", count, Workload.describe)
 
 
 def check_libraries() -> None:
@@ -236,14 +230,9 @@ def describe_store(store: FeatureStore) -> str:
     )
 
 
-def first_dialogues(config: TrainConfig) -> OnlineFeatures:
-    """The held-out dialogues of an online run, without features; also reads ``SAMPLE`` dialogues to train on.
-
-    ``config``: with the target's folder. The held-out ones are all that tau chooses among, or ``SAMPLE``.
-
-    Raises:
-        ValueError: as the run would.
-    """
+def read_dialogues(config: TrainConfig) -> OnlineFeatures:
+    """The held-out dialogues of an online run, without features: all that tau chooses among, or ``SAMPLE``. Also reads
+    ``SAMPLE`` dialogues to train on. Raises ValueError as the run would."""
     data = config.data
     assert data is not None
     chat = load_tokenizer(config.target, config.revision, data.chat_template)
@@ -345,7 +334,8 @@ def add_time(
     else:
         report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
         return
-    tokens = workload.total(config)
+    steps = workload.total_steps(config)
+    tokens = round(steps / workload.steps * workload.tokens) if steps else None
     hours = [tokens / rate / 3600] if tokens else []
     hours += [config.minutes / 60] if config.minutes else []
     text = f"{_hours(min(hours))} of training at {rate:,.0f} tokens/s"

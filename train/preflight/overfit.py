@@ -29,7 +29,7 @@ from train.core.task import make_task
 from train.data.packing import Batch, collate, complete
 from train.run.inputs import Inputs, open_inputs
 from train.run.loop import TrainingDiverged, TrainRun
-from train.watch.positions import answer_positions
+from train.watch.heldout import answer_positions
 
 STEPS = 400
 LEARNING_RATE = 3e-4  # at least: the papers' rates are for far longer runs
@@ -159,8 +159,18 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
         advice = "the loss and its gradients; precision=float32; a smaller learning_rate="
         add(Finding("the training stays finite", False, str(error), advice))
         return findings
-    add(judge_loss(before, excess_loss(run, batches)))
-    add(judge_acceptance(acceptance(run, batches)))
+    after = excess_loss(run, batches)
+    left = after / before if before > 0 else 0.0
+    text = f"{before:.3f} before, {after:.3f} after ({left:.0%} left, at most {FALLEN:.0%} wanted)"
+    advice = "steps= and learning_rate= first (more, higher); then the gradients, the loss, and its targets' alignment"
+    add(Finding("the loss falls to its floor", math.isfinite(before) and left <= FALLEN, text, advice))
+    shares = acceptance(run, batches)
+    poor = [kind for kind, share in shares.items() if share < KNOWN]
+    text = ", ".join(f"{DESCRIPTION[kind]} {share:.0%}" for kind, share in shares.items())
+    advice = "the alignment of features, tokens and targets: what is trained is not what is drafted"
+    if poor and "others" not in poor:
+        advice = "the loss mask or its shift: tokens at the edge of answers are not trained"
+    add(Finding("every answer token would be accepted", not poor, f"{text} ({KNOWN:.0%} wanted)", advice))
     return findings
 
 
@@ -240,21 +250,3 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
             shared[kind] += overlap[chosen[t]].tolist()
     module.train()
     return {kind: sum(values) / len(values) for kind, values in shared.items() if values}
-
-
-def judge_loss(before: float, after: float) -> Finding:
-    left = after / before if before > 0 else 0.0
-    answer = f"{before:.3f} before, {after:.3f} after ({left:.0%} left, at most {FALLEN:.0%} wanted)"
-    advice = "steps= and learning_rate= first (more, higher); then the gradients, the loss, and its targets' alignment"
-    sound = math.isfinite(before) and left <= FALLEN
-    return Finding("the loss falls to its floor", sound, answer, advice)
-
-
-def judge_acceptance(shares: dict[str, float]) -> Finding:
-    poor = [kind for kind, share in shares.items() if share < KNOWN]
-    answer = ", ".join(f"{DESCRIPTION[kind]} {share:.0%}" for kind, share in shares.items())
-    if poor and "others" not in poor:
-        advice = "the loss mask or its shift: tokens at the edge of answers are not trained"
-    else:
-        advice = "the alignment of features, tokens and targets: what is trained is not what is drafted"
-    return Finding("every answer token would be accepted", not poor, f"{answer} ({KNOWN:.0%} wanted)", advice)

@@ -30,8 +30,6 @@ KEPT_STATES = 2
 PACKING = 2  # version of `epoch_batches` in train/data/packing.py: raised when the same seed gives other batches
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
-# Figures in metrics.jsonl of the machine and not of the training, which differ between equal runs.
-TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds", "joules")
 
 
 class StateFolder:

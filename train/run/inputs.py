@@ -29,11 +29,7 @@ class Inputs:
     target: TargetModel | None = None
 
     def load_target(self, config: TrainConfig, device: torch.device) -> None:
-        """Load the target of ``features: online`` onto ``device``; stores need none.
-
-        Raises:
-            ValueError: see ``train.data.online.load_target``.
-        """
+        """Load the target of ``features: online`` onto ``device``; stores need none."""
         if not isinstance(self.train, OnlineFeatures) or not isinstance(self.heldout, OnlineFeatures):
             return
         self.target = self.train.target = self.heldout.target = target = load_target(config, device)
@@ -49,13 +45,10 @@ class Inputs:
 def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
     """Open both stores and the target's ends, and check that they belong together; or read the online run's dialogues.
 
-    Args:
-        config: the run's config.
-        device: where the ends go; "meta" reads only their shapes.
+    ``device``: where the ends go; "meta" reads only their shapes.
 
     Raises:
-        ValueError: no store, one of another target, a missing tap, or no such target; for an online run see
-            ``train.data.online.open_online``.
+        ValueError: no store, one of another target, a missing tap, or no such target; or as ``open_online``.
     """
     dtype = dtype_of(config)
     if isinstance(config.features, str):

@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from train.core.config import TrainConfig
 from train.core.runtime import Ranks
-from train.data.packing import Position
 
 
 @dataclass
@@ -22,11 +21,6 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     joules: float | None = 0.0
-
-    @property
-    def position(self) -> Position:
-        """The next global batch."""
-        return Position(self.epoch, self.batch)
 
 
 class Limits:

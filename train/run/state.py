@@ -93,21 +93,16 @@ def checksums(folder: Path, progress: dict[str, Any], kinds: tuple[str, ...] = A
 
 
 def save_state(
-    engine: Engine,
-    states: StateFolder,
-    step: int,
-    progress: dict[str, Any],
-    ranks: Ranks,
-    average: WeightAverage | None = None,
+    engine: Engine, states: StateFolder, progress: dict[str, Any], ranks: Ranks, average: WeightAverage | None
 ) -> None:
-    """Write the state after ``step`` steps, then name it as the newest; a collective.
+    """Write the state after ``progress["step"]`` steps, then name it as the newest; a collective.
 
     A kill meanwhile leaves the earlier states as they were.
 
     Raises:
         OSError: for example a full disk. The incomplete state is deleted; earlier states stay.
     """
-    tag = states.tag(step)
+    tag = states.tag(progress["step"])
     folder = states.begin(tag) if ranks.is_first else Path()
     kinds = ALWAYS if average is None else (*ALWAYS, AVERAGE)
     failure: OSError | None = None

@@ -38,11 +38,7 @@ def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
 
 
 def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
-    """A run's files as one mapping; ``heldout`` has first, last and best of every held-out figure.
-
-    Raises:
-        ValueError: the folder holds no run, or one that logged nothing.
-    """
+    """A run's files as one mapping; ``heldout`` has first, last and best of every held-out figure."""
     info, rows = read_object(run / "run.json"), read_metrics(run)
     if not info or not rows:
         missing = "figures in metrics.jsonl" if info else "run.json that can be read"

@@ -28,11 +28,8 @@ def tau_prompts(config: TrainConfig, target: PretrainedConfig, store: Source) ->
 
 
 def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]:
-    """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle.
-
-    Raises:
-        ValueError: no dialogue has a prompt of 1 to ``longest`` tokens.
-    """
+    """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle; at most
+    ``longest`` tokens. Raises ValueError if no dialogue has such a prompt."""
     prompts: list[list[int]] = []
     for index in torch.randperm(len(store), generator=torch.Generator().manual_seed(0)).tolist():
         dialogue = store[index]
@@ -53,13 +50,7 @@ class HeldoutTau:
     """Measures tau on one rank. The target is loaded for it, and released afterwards unless the config keeps it.
 
     The training's module and random numbers do not change: the drafters get a copy of the weights, and random numbers
-    come from a fork of the generators.
-
-    Args:
-        target: a target that is already in memory; it is not released.
-
-    Raises:
-        ValueError: the held-out store has no prompt that fits.
+    come from a fork of the generators. A given ``target`` is not released.
     """
 
     def __init__(self, task: Task, store: Source, device: torch.device, target: TargetModel | None = None) -> None:
@@ -71,9 +62,6 @@ class HeldoutTau:
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
         """``heldout_tau`` (of EAGLE's chain, of Kangaroo), ``heldout_tau_tree`` (EAGLE), and by kind of draft
         ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.loop.trace defines them.
-
-        Args:
-            weights: the drafter's whole state, copied.
 
         Raises:
             ValueError: the target cannot be loaded.
