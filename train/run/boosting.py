@@ -46,7 +46,7 @@ def boost(config: BoostConfig, run: DraftModelConfig) -> None:
 
 
 def train(config: BoostConfig, number: int, out: Path, boost: dict[str, Any] | None) -> None:
-    """Run one training in its own process, from its newest state if any; raise Failure if it fails."""
+    """Run one training in its own process, or continue it; raise Failure if it fails."""
     values = {"draft_model": config.draft_models[number], "out": str(out), "seed": number, "boost": json.dumps(boost)}
     resume = ["--resume"] if StateFolder(out).latest() else []
     overrides = [f"{key}={value}" for key, value in values.items()]

@@ -10,7 +10,6 @@ state/step-*/, state/latest      resumable states (train/run/state.py): the newe
 import contextlib
 import fcntl
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ class StateFolder:
         self._latest = self.path / "latest"
 
     def latest(self) -> str | None:
-        """The tag of the newest complete state, or None; empty if ``latest`` is damaged (see ``check``)."""
+        """The tag of the newest complete state, or None."""
         return self._latest.read_text(errors="replace").strip() if self._latest.is_file() else None
 
     def newest(self) -> Path | None:
@@ -57,18 +56,10 @@ class StateFolder:
         newest = self.newest()
         return f"the last good state is {newest}" if newest else "no checkpoint was written yet"
 
-    def check(self) -> None:
-        """Raise ValueError if ``latest`` names no state, or is missing although states exist."""
-        named = self.latest()
-        if self._tags() if named is None else not re.fullmatch(r"step-\d+", named):
-            raise ValueError(f"{self._latest} is missing or damaged: {self.advice()}")
-
     def advice(self, damaged: str | None = None) -> str:
         """How to continue from a state other than ``damaged``."""
-        tags = [tag for tag in self._tags() if tag != damaged]
-        if not tags:
-            return "there is no other state; start again with another out="
-        return f"write one of {', '.join(tags)} into {self._latest} and resume from that"
+        tags = ", ".join(tag for tag in self._tags() if tag != damaged)
+        return f"write one of {tags} into {self._latest} and resume from that" if tags else "give another out="
 
     def _tags(self) -> list[str]:
         return sorted(path.name for path in self.path.glob("step-*"))
@@ -131,11 +122,12 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
         raise ValueError(f"out: {run} holds {what}, and this is train/{config.drafter}.py; give another out=")
     if not resume and described and states.latest() is not None:
         raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
-    states.check()
     if not resume:
         raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
-    if states.latest() is None:
-        raise ValueError(f"--resume: there is no run at {run} with a saved state; start without --resume")
+    if not states.latest():
+        raise ValueError(
+            f"--resume: there is no run at {run} with a saved state; start without --resume, or {states.advice()}"
+        )
     now = _by_key(config.model_dump(mode="json"))
     now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
@@ -232,7 +224,7 @@ def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict
 
 
 def run_folder_bytes(config: TrainConfig, module: "nn.Module") -> int:
-    """Bytes of a run folder: the kept states, one being written, and two exports, of which one replaces the other.
+    """Bytes of a run folder: the kept states, one being written, and the old and the new export.
 
     A state holds weights, two moments and perhaps averaged weights in float32. An export is bf16, or the module's
     ``export_bytes``.
