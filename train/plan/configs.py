@@ -66,7 +66,7 @@ def training(
     page = {"target": model.name, **source, "out": f"{out}/{method}"}
     if "exit_layer" in schema_of(method).model_fields:
         layer = max(1, min(3, int(model.config.num_hidden_layers) // 10))
-        page["exit_layer"] = Noted(layer, "a tenth of the layers, at most three, as in the paper")
+        page["exit_layer"] = Noted(layer, "a tenth of the layers, at most three: docs/smollm2-training.md")
     page |= {
         "minutes": Noted(round(minutes, 2), "the learning rate falls to 0 by then; more: minutes=..., with --resume"),
         "batch_tokens": Noted((2048 if minutes >= SHORT else 1024), "in a short run many small steps learn more")
@@ -77,10 +77,11 @@ def training(
         else Noted(recipe.learning_rate, "the paper's; nothing larger was tried here"),
         "warmup_steps": 50 if small else 200,
         "schedule": Noted("cosine", "acceptance rises when the learning rate falls"),
-        **(recipe.small if small else {}),
+        **({key: Noted(value, "for a target of this size") for key, value in recipe.small.items()} if small else {}),
     }
     if not small_vocabulary(model):
-        page["loss_vocab"] = Noted(LOSS_VOCAB, "three times the steps: docs/smollm2-training.md")
+        page["loss_vocab"] = Noted(LOSS_VOCAB, "three times the steps with a large LM head: docs/smollm2-training.md")
         page["draft_vocab"] = Noted(DRAFT_VOCAB, "the most frequent tokens; decoding may use fewer")
-        page |= recipe.short if cpu and minutes < SHORT else {}
+        if cpu and minutes < SHORT:
+            page |= {key: Noted(value, "for a short run") for key, value in recipe.short.items()}
     return {**page, "seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}

@@ -255,11 +255,12 @@ class Planner:
         )
         self.add("train", self.method, [line], seconds + self.rates.start, how, memory=memory, disk=disk)
 
-    def prompts(self, file: str, count: int) -> Page:
+    def prompts(self, split: str, count: int) -> Page:
         """The first keys of eval's configs."""
         longest = self.model.longest - self.model.answer
-        prompts = {"file": file, "count": count, "seed": 0, "max_prompt_tokens": longest}
-        return {"target": {"path": self.model.name}, "prompts": prompts}
+        prompts = {"file": self.files[split], "count": count, "seed": 0, "max_prompt_tokens": longest}
+        why = "not those of the report" if split == "train" else "held out: nothing was trained on them"
+        return {"target": {"path": self.model.name}, "prompts": Noted(prompts, why)}
 
     def measure(self) -> None:
         """The report, after a search if the method needs one, the lossless test, and the card or the push."""
@@ -268,7 +269,7 @@ class Planner:
         decoding = {"max_new_tokens": min(96, self.model.answer), "temperatures": [0.0], "rounds": 1, "warmup": 1}
         choose = []
         if self.recipe.knobs:
-            page = {**self.prompts(self.files["train"], shares.prompts), **decoding, "out": f"{out}/tune"}
+            page = {**self.prompts("train", shares.prompts), **decoding, "out": f"{out}/tune"}
             page["drafters"] = [{"label": next(iter(self.recipe.rows)), **self.entry}]
             page |= {"knobs": dict(self.recipe.knobs), "start": dict(self.recipe.start)}
             line = self.run("-m eval.tune", *self.config("tune.yaml", page))
@@ -277,7 +278,7 @@ class Planner:
             best = shlex.quote(f"{out}/tune/best.yaml")
             choose = [f"\"drafters=$(echo '- drafter: prompt_lookup'; cat {best})\""]
         why = "no other figure depends on its speed; true shows it, too"
-        page = {**self.prompts(self.files["heldout"], shares.prompts), **decoding, "out": f"{out}/speed"}
+        page = {**self.prompts("heldout", shares.prompts), **decoding, "out": f"{out}/speed"}
         page |= {"stock_generate": Noted(False, why), "drafters": self.rows}
         line = self.run("-m eval.speed", *self.config("speed.yaml", page))
         how = f"{self.rates.one:,.0f} tokens/s measured; {len(self.rows)} methods on {shares.prompts} held-out prompts"
@@ -299,7 +300,7 @@ class Planner:
         shares, out = self.shares, f"{self.out}/lossless"
         entry = {key: value for key, value in self.entry.items() if key != "draft_dtype"}
         page = {
-            **self.prompts(self.files["heldout"], shares.begun),
+            **self.prompts("heldout", shares.begun),
             "drafter": Noted(entry | dict(self.recipe.certified), "always drafts, so that every step is a test"),
             "greedy_tokens": min(64, self.model.answer),
             "texts": Noted(shares.texts, "sampled; more texts reveal smaller differences"),
