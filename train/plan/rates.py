@@ -48,8 +48,8 @@ def measure(start: StartConfig, model: Model, machine: Machine, data: Data | Non
     began = time.perf_counter()
     prompts = asked(target, model, rows) if data is None else some_prompts(model, data)
     asking = (time.perf_counter() - began) / len(prompts) / gpus  # per question, if the target asks
-    length = min(PROMPT, model.longest - model.answer)
-    same = [(ids * length)[:length] for ids in (prompts * rows)[:rows]]  # of equal length
+    tokens = min(PROMPT, model.longest - model.answer)
+    same = [(ids * tokens)[:tokens] for ids in (prompts * rows)[:rows]]  # of equal length
     plain, new = make_drafter("autoregressive", target), min(TIMED, model.answer)
     decoded(target, plain, same[:1], new)  # the first forwards build kernels
     one = decoded(target, plain, same[:1], new)

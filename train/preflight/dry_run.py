@@ -6,6 +6,7 @@ estimates use --tokens or --data and --target-config.
 
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -110,7 +111,7 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     report.check("libraries", check_libraries, ", ".join(LIBRARIES))
 
     # The target, and the models beside it.
-    local = here(config)
+    local, missing = find_target(config)
     report.names = {} if local is None else {local.target: config.target}
     where = "a folder" if local is config else "in the Hub's cache"
     target = report.check("target", lambda: target_config(config, local), f"{config.target}, {where}")
@@ -120,7 +121,6 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     others = [report.check(key, partial(check_model, name), name) for key, name in config.other_models.items()]
 
     # The data, and whether it fits the target, as far as that is here.
-    missing = not_here(config, local)
     train, heldout, compared = _check_data(report, config, local, missing)
     if missing:
         report.add("not checked", f"what needs the target's files: {missing} not here")
@@ -174,37 +174,28 @@ def check_libraries() -> None:
         raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
 
 
-def here(config: TrainConfig) -> TrainConfig | None:
-    """``config`` with the target's folder, perhaps in the Hub's cache; None if there is none. It uses no network."""
-    if Path(config.target).is_dir():
-        return config
-    try:
+def find_target(config: TrainConfig) -> tuple[TrainConfig | None, str]:
+    """``config`` with the target's folder, perhaps in the Hub's cache, or None; and the files that a run would have to
+    fetch from the Hub, or "". It uses no network."""
+    if Path(config.target).is_dir():  # missing files are an error
+        return config, ""
+    found = None
+    with suppress(HFValidationError):  # a path
         found = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
-    except HFValidationError:  # a path
-        return None
     if not isinstance(found, str):
-        return None
-    return config.model_copy(update={"target": str(Path(found).parent), "revision": None})
+        return None, "target"
+    folder = Path(found).parent
+    missing = [] if all((folder / name).is_file() for name in weight_files(str(folder))) else ["weights"]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer")
+    return config.model_copy(update={"target": str(folder), "revision": None}), " and ".join(missing)
 
 
 def target_config(config: TrainConfig, local: TrainConfig | None) -> PretrainedConfig:
-    """The target's configuration; ``local``: of ``here``."""
+    """The target's configuration; ``local``: of ``find_target``."""
     if local is None:
         raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
     return load_config_only(local.target, local.revision)
-
-
-def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
-    """The target's files that a run would have to fetch from the Hub; "" if none."""
-    if local is None:
-        return "target"
-    if local is config:  # a folder: missing files are an error
-        return ""
-    folder = Path(local.target)
-    missing = [] if all((folder / name).is_file() for name in weight_files(local.target)) else ["weights"]
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        missing.append("tokenizer")
-    return " and ".join(missing)
 
 
 def check_model(name: str) -> PretrainedConfig:
