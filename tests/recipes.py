@@ -11,9 +11,8 @@ from pathlib import Path
 
 from drafters.config import load_config
 from train.configs import schema_of, trained_methods
-from train.preflight.checks import Report
 from train.preflight.command import parse_arguments
-from train.preflight.dry_run import dry_run
+from train.preflight.dry_run import Report, dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = trained_methods()
@@ -46,7 +45,7 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
     assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
     config = load_config(schema_of(file.parent.name), ROOT / arguments.config, arguments.overrides)
     report = dry_run(config, arguments)
-    return report, [PREFIX + part for part in report.short.split("; ")]
+    return report, [PREFIX + part for part in report.short]
 
 
 def main() -> None:

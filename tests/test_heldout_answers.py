@@ -1,7 +1,6 @@
 """The held-out store holds the target's own answers, and training says where it does not."""
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,15 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
-from data_prep import features
 from data_prep.answers.finished import whose
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.store.lock import LOCK
 from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from train.run.answers import OWN_SHARE
 from train.run.files import read_metrics
+from train.run.summary import OWN_SHARE
 
 OWN = {"heldout_answers": "own", "heldout_new_tokens": 12, "exit_layers": [], "max_length": 192, "batch_tokens": 2048}
 
@@ -179,12 +177,9 @@ def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, ti
     said = capsys.readouterr().out
     assert said.count(f"warning: {found['warning']}") == 2  # at the start, and where a run of hours ends
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
-    # The printed command.
-    removal, make = found["warning"].partition("To measure on its own answers: ")[2].split(" && ")
-    (word, option, store_there), words = shlex.split(removal), shlex.split(make)
-    assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))
-    shutil.rmtree(store_there)
-    features.main(words[3:])
-    again = read_manifest(folder / "out" / "heldout")
-    assert (again.answers, again.taps, again.dtype) == ("own", [2], "float32")
+    store_there = folder / "out" / "heldout"
+    how = f"To measure on its own answers: delete {store_there}, then run data_prep.features with heldout_answers=own"
+    assert found["warning"].endswith(how)
+    shutil.rmtree(store_there)  # as the warning says
+    run(folder / "features.yaml", "heldout_answers=own")
     assert train(folder / "out", speaker, tmp_path / "again")["warning"] is None

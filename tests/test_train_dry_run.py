@@ -18,10 +18,9 @@ from data_prep.configs import FeaturesConfig
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of
 from train.core.config import TrainConfig
-from train.preflight import checks, estimate
-from train.preflight.checks import Report
-from train.preflight.dry_run import dry_run
-from train.preflight.estimate import MicroBatch, memory_parts, meta_task, parameters, pass_memory, target_parameters
+from train.preflight import estimate
+from train.preflight.dry_run import Report, check_model, dry_run
+from train.preflight.estimate import memory_parts, meta_task, parameters, pass_memory, target_parameters
 from train.run.files import run_folder_bytes
 
 ROOT = tiny_run.ROOT
@@ -37,7 +36,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (What it says is tested by name, ``pass_memory``, and never comes from here.)
     """
 
-    def known(config: TrainConfig, target: PretrainedConfig, micro: MicroBatch, *given: Any, **named: Any) -> Any:
+    def known(config: TrainConfig, target: PretrainedConfig, micro: list[int], *given: Any, **named: Any) -> Any:
         left_out = {"target", "features", "out"}
         asked = [
             config.drafter,
@@ -126,7 +125,7 @@ def test_estimates_against_a_run(tmp_path: Path) -> None:
     """
     config = validate(EagleConfig, memory_run.settings(tmp_path), source="test")
     target = LlamaConfig(**memory_run.SHAPE)
-    micro = MicroBatch(memory_run.DIALOGUES, memory_run.LENGTH)
+    micro = [memory_run.LENGTH] * memory_run.DIALOGUES
     task = meta_task(config, target)
     expected = sum(memory_parts(config, task, 1).values())
     expected += pass_memory(config, target, micro)["pass"]
@@ -135,7 +134,7 @@ def test_estimates_against_a_run(tmp_path: Path) -> None:
     measured = json.loads(log.read_text().splitlines()[-1])
     assert expected == pytest.approx(measured["memory"], rel=0.33)
     count = parameters(task.module)
-    state = (run_folder_bytes(count) - 4 * count) / 3
+    state = (run_folder_bytes(config, task.module) - 4 * count) / 3
     assert state == pytest.approx(measured["state"], rel=0.05)
 
 
@@ -161,12 +160,12 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert sum(single.values()) == 16 * count
     offloaded = memory_parts(config(zero_stage=3, offload="parameters"), task, 1)
     assert offloaded["weights"] == offloaded["Adam's moments"] == offloaded["float32 masters"] == 0
-    micro = MicroBatch(4, 512)
+    micro = [512] * 4
     large, small = (pass_memory(config(loss_chunk_rows=rows), target, micro)["loss"] for rows in (1024, 256))
     assert 2.5 < large / small < 4.5
     whole, less = (pass_memory(config(), target, micro, checkpointing=on)["pass"] for on in (False, True))
     assert less < whole
-    half = pass_memory(config(), target, MicroBatch(2, 512))["pass"]
+    half = pass_memory(config(), target, [512] * 2)["pass"]
     assert half < 0.7 * whole
 
 
@@ -229,9 +228,9 @@ def test_every_model_has_its_recipes() -> None:
 def test_models_beside_the_target_are_what_their_files_say(tmp_path: Path) -> None:
     """Catches a draft model with a missing tensor, which the dry run passes and the run refuses."""
     tiny.build("llama").save_pretrained(tmp_path)
-    assert checks.check_model(str(tmp_path)).model_type == "llama"
+    assert check_model(str(tmp_path)).model_type == "llama"
     weights = load_file(tmp_path / "model.safetensors")
     gone, _ = weights.popitem()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"missing: {gone}"):
-        checks.check_model(str(tmp_path))
+        check_model(str(tmp_path))

@@ -23,8 +23,8 @@ from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
 from train.medusa import JointTask
-from train.run.endings import farewell, finished_at
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
+from train.run.training import farewell, finished_at
 
 HEADS = 3
 LORA = {"r": 4, "alpha": 8}
@@ -156,7 +156,9 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
     tiny_run.train_here("medusa", values | {"out": str(tmp_path / "reference")})
     tiny_run.killed_and_resumed([{"kind": "medusa", "values": values, "point": "named:2"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
-    ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
+    ours, theirs = (
+        [{k: v for k, v in row.items() if k not in tiny_run.TIMED} for row in read_metrics(run)] for run in runs
+    )
     assert [one.keys() for one in ours] == [other.keys() for other in theirs]
     # Up to rounding: a product's last bit may hang on where in memory a process has its tensors, and in bf16 a few
     # steps make percents of that. Losses alone: of rates over a few tokens one is a large part.

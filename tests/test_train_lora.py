@@ -16,8 +16,8 @@ from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
 from train.core.weights import exported
-from train.run.endings import finished_at
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
+from train.run.training import finished_at
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_resumed_adapter_is_the_same(settings: dict[str, Any], head: Path, tmp
     one, other = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("run", "reference"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)
     rows = [
-        [{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(tmp_path / run)]
+        [{k: v for k, v in row.items() if k not in tiny_run.TIMED} for row in read_metrics(tmp_path / run)]
         for run in ("run", "reference")
     ]
     assert [row for row in rows[0] if "loss" in row] == [row for row in rows[1] if "loss" in row]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from drafters.config import validate
 from train.configs import EagleConfig
 from train.run import limits
-from train.run.files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
+from train.run.files import Metrics, StateFolder, check_run_folder, read_metrics
 from train.run.state import SavedState, checksums
 
 STEPS = 120
@@ -35,7 +35,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def comparable(out: Path) -> list[dict[str, float]]:
     """All figures but those that measure time."""
-    return [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(out)]
+    return [{key: value for key, value in row.items() if key not in tiny_run.TIMED} for row in read_metrics(out)]
 
 
 def kill_when_saved(line: list[str], out: Path, after: str) -> None:

@@ -26,10 +26,10 @@ from train.core.task import Task, make_task
 from train.data.packing import Position, collate
 from train.preflight.estimate import meta_ends
 from train.run import loop
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
 from train.watch import heldout
 from train.watch.flops import training_cost
-from train.watch.positions import answer_positions, bucket_name, by_position
+from train.watch.heldout import answer_positions, bucket_name, by_position
 from train.watch.tau import held_out_prompts
 
 TAU = {"tau_every": 3, "tau_prompts": 3, "tau_new_tokens": 12}
@@ -37,7 +37,7 @@ TAU = {"tau_every": 3, "tau_prompts": 3, "tau_new_tokens": 12}
 
 def untimed(out: Path) -> list[dict[str, float]]:
     """The figures of training and held-out losses alone."""
-    rows = [{name: value for name, value in row.items() if name not in TIMED} for row in read_metrics(out)]
+    rows = [{name: value for name, value in row.items() if name not in tiny_run.TIMED} for row in read_metrics(out)]
     return [row for row in rows if "heldout_tau" not in row]
 
 
@@ -164,7 +164,7 @@ def test_answer_positions() -> None:
 @pytest.mark.parametrize("kind", ["eagle", "kangaroo", "medusa"])
 def test_buckets_make_up_the_whole(settings: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token counted in two buckets or in none, or a bucket's loss over other rows than its count."""
-    monkeypatch.setattr("train.watch.positions.BUCKETS", ((0, 2), (2, 5), (5, None)))
+    monkeypatch.setattr("train.watch.heldout.BUCKETS", ((0, 2), (2, 5), (5, None)))
     values = {**settings, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
     run = tiny_run.train_here(kind, values)
     packed = tiny_run.with_rows(run.task, collate(run.inputs.heldout, [0, 1, 2], run.config.taps))

@@ -149,7 +149,7 @@ def test_flops_and_memory(folder: Path, store: FeatureStore, ends: FrozenEnds) -
     cost = training_cost(task)
     every_pair = cost.token * length + cost.pair * length**2 + cost.row * len(rows)  # the counter knows no causal mask
     assert counter.get_total_flops() - angles.get_total_flops() == every_pair
-    size = estimate.MicroBatch(2, 16)
+    size = [16] * 2
     one, three = (
         estimate.pass_memory(EagleConfig(**{**task.config.model_dump(), "unroll": steps}), ends.config, size)
         for steps in (1, 3)
