@@ -94,7 +94,7 @@ def test_memory_that_is_short_for_one_graph(gpu: SimulatedCuda, monkeypatch: pyt
 
 
 def test_a_cache_that_is_large_enough_is_used_again(gpu: SimulatedCuda) -> None:
-    """Catches everything captured anew with each longer question, and then again with a shorter one."""
+    """Catches everything captured again with each longer question, and then with a shorter one."""
     target = on_gpu()
     large = target.new_cache(1, 3000)
     storage = large.storage
@@ -108,7 +108,7 @@ def test_a_cache_that_is_large_enough_is_used_again(gpu: SimulatedCuda) -> None:
 
 
 def test_free_caches_make_room(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches "a cache needs ..." while caches that nobody uses, and graphs captured with them, hold the memory."""
+    """Catches "a cache needs ..." while unused caches, and graphs captured with them, hold the memory."""
     target = on_gpu()
     drafter = make_drafter("autoregressive", target)
     expected = decoded(target, drafter)
@@ -130,7 +130,7 @@ def test_free_caches_make_room(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPat
 
 
 def test_attention_on_cuda(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches cuDNN's attention, which plans anew for every length, and a bias whose first value is not aligned."""
+    """Catches cuDNN's attention, which makes a plan for every length, and a bias whose first value is not aligned."""
     target = on_gpu("fused")
     seen: list[list[SDPBackend]] = []
     biases: list[torch.Tensor] = []

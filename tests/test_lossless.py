@@ -113,7 +113,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong(old: str, new: str, rule: str = "verify_sampled") -> Rule:
     """A rule of drafters/loop/acceptance.py, with a mistake in its text."""
     source = Path(acceptance.__file__).read_text()
-    assert source.count(old) == 1, f"the text to break stands {source.count(old)} times in acceptance.py: {old}"
+    assert source.count(old) == 1, f"the text to break occurs {source.count(old)} times in acceptance.py: {old}"
     module = types.ModuleType("drafters.decoding.wrong")
     module.__package__ = "drafters.decoding"
     exec(compile(source.replace(old, new), "wrong", "exec"), module.__dict__)
@@ -204,7 +204,7 @@ def test_wrong_ends_fail(until: Any, side_by_side: None, monkeypatch: pytest.Mon
     assert any("texts" in reason for reason in found["reasons"] if reason.startswith("sampled"))
 
 
-def test_an_eos_that_is_never_drawn_fails(side_by_side: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eos_that_is_never_drawn_fails(side_by_side: None) -> None:
     """Catches a certificate without a count of ends: an EOS is one token of many, and rare."""
 
     def verify(draft: Any, logits: Tensor, *rest: Any) -> Verdict:

@@ -102,8 +102,8 @@ def check_trees(target: "TargetModel") -> None:
         told = str(failure).splitlines()[0]
         raise ValueError(f"{name} does not take a tree of tokens: {type(failure).__name__}: {told}") from failure
     errors = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)  # [1, ROWS]
-    # By groups: the prompt, the root, what comes behind the bystander. Medians, for rounding sends single rows to another
-    # expert.
+    # By groups: the prompt, the root, what comes behind the bystander. Medians, for rounding sends single rows to other
+    # experts.
     off = max(part.median().item() for part in errors[0].split([PROMPT, 2, 3, ROWS - PROMPT - 5]))
     if not off <= max(1e-3, TREE_BOUND * torch.finfo(target.dtype).eps):
         raise ValueError(f"{name} gives other features over a tree than over a text (off by {off:.2g})")

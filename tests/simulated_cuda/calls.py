@@ -59,22 +59,10 @@ def to(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-@_answers(torch.Tensor.cuda)
-def cuda(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``.cuda()``."""
-    return _to(gpu, args[0], CUDA, None, bool(kwargs.get("non_blocking", False)), False)
-
-
 @_answers(torch.Tensor.cpu)
 def cpu(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``.cpu()``."""
     return _to(gpu, args[0], HOST, None, False, False)
-
-
-@_answers(torch.Tensor.type_as)
-def type_as(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``.type_as(other)``."""
-    return _to(gpu, args[0], args[1].device, args[1].dtype, False, False)
 
 
 @_answers(torch.tensor, torch.as_tensor, torch.asarray)
@@ -99,13 +87,6 @@ def tensor(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return gpu.move(made.detach(), CUDA, False).requires_grad_(wanted)
 
 
-@_answers(torch.Tensor.new_tensor)
-def new_tensor(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``.new_tensor(data)``."""
-    kwargs = {"dtype": args[0].dtype, "device": args[0].device} | kwargs
-    return tensor(gpu, torch.tensor, args[1:], kwargs)
-
-
 @_answers(torch.Tensor.pin_memory)
 def pin_memory(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A copy in pinned memory, or what is there already."""
@@ -121,13 +102,13 @@ def pin_memory(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any])
 
 @_answers(torch.Tensor.is_pinned)
 def is_pinned(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it lies in pinned memory."""
+    """``.is_pinned()``."""
     return not isinstance(args[0], CudaTensor) and gpu.is_pinned(args[0])
 
 
 @_answers(torch.Tensor.tolist)
 def tolist(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One copy to the host, whatever the size."""
+    """One copy to the host for any size."""
     with _WITHOUT():
         if not isinstance(args[0], CudaTensor):
             return func(*args)
@@ -147,7 +128,7 @@ def numpy(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 @_answers(torch.Tensor.__repr__)
 def represent(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """For messages: nobody counts what they cost."""
+    """For messages, which are not counted."""
     with _WITHOUT():
         return func(plain(args[0]) if isinstance(args[0], CudaTensor) else args[0])
 
@@ -179,12 +160,6 @@ def set_item(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -
         return func(*args)
     finally:
         gpu.own.filling, gpu.own.placing = before, placing
-
-
-@_answers(torch.Tensor.get_device)
-def get_device(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """The device's number."""
-    return 0 if isinstance(args[0], CudaTensor) else -1
 
 
 @_answers(torch.bmm)
