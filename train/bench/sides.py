@@ -189,7 +189,7 @@ def from_shape(
     ready: dict[str, list[list[Batch]]] = {"ours": [], "plain": []}
     for batch in plan:
         shares = split_evenly(batch, lengths, config.gradient_accumulation)
-        ready["ours"].append([_pinned(collate(store, share, config.taps, one_row=True), device) for share in shares])
+        ready["ours"].append([_pinned(collate(store, share, config.taps), device) for share in shares])
         ready["plain"].append([_pinned(pad([(i, store[i]) for i in share]), device) for share in shares])
     what = {
         "shape": shape,

@@ -26,9 +26,9 @@ States = tuple[Tensor, Tensor]  # keys and values, [R, kv_heads, L, d] each
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Given instead of a mask: the ``lengths`` of each row's dialogues, from its beginning; the rest is padding."""
+    """Given instead of a mask: the ``lengths`` of the dialogues that fill a row."""
 
-    lengths: list[list[int]]
+    lengths: list[int]
 
     def beside(self) -> list[States]:
         """Further keys and values: each query sees only the one at its own index, beside all earlier ones."""
@@ -82,7 +82,7 @@ def _check_dialogues(head: Any, config: PretrainedConfig) -> None:
     training = head.training
     head.eval()
     try:
-        together = head(*states, positions.repeat(1, 2), Dialogues([[half, half]]))
+        together = head(*states, positions.repeat(1, 2), Dialogues([half, half]))
         alone = [head(*parts, positions) for parts in zip(*(state.split(half, dim=1) for state in states), strict=True)]
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise no_head(config, f"its attention takes no packed dialogues ({error})") from error
@@ -94,10 +94,8 @@ def _check_dialogues(head: Any, config: PretrainedConfig) -> None:
 def dialogue_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """A transformers attention function: query ``[R, heads, L, d]``, key and value ``[R, kv_heads, L, d]``.
-
-    Returns ``[R, L, heads, d]``, zeros in the padding.
-    """
+    """A transformers attention function: query ``[R, heads, L, d]``, key and value ``[R, kv_heads, L, d]`` ->
+    ``[R, L, heads, d]``."""
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
@@ -105,14 +103,8 @@ def dialogue_attention(
     if beside := attention_mask.beside():
         attend = blocked_attention  # no kernel has these keys
         given += [torch.stack(states, dim=3) for states in zip(*beside, strict=True)]
-    rows = []
-    for row, lengths in enumerate(attention_mask.lengths):
-        sizes = [*lengths, query.shape[2] - sum(lengths)]
-        parts = zip(*(states[row : row + 1].split(sizes, dim=2) for states in given), strict=True)
-        done = [attend(module, *part, **options) for _, part in zip(lengths, parts, strict=False)]
-        padding = query.new_zeros(1, sizes[-1], query.shape[1], query.shape[3])
-        rows.append(torch.cat([*done, padding], dim=1))
-    return torch.cat(rows), None
+    parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in given), strict=True)
+    return torch.cat([attend(module, *part, **options) for part in parts], dim=1), None
 
 
 _device: str | None = None

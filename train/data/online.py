@@ -26,7 +26,7 @@ from drafters.model.files import resolve_dtype
 from drafters.model.rows import Rows
 from drafters.model.target import TargetModel
 from train.core.config import OnlineData, TrainConfig
-from train.data.packing import Batch, Span, dialogue_mask, pack
+from train.data.packing import Batch, Span
 
 States = dict[int | None, Tensor]  # by layer, the hidden states after it; None: the features
 
@@ -100,23 +100,22 @@ class OnlineFeatures:
 
     def _forward(self, batch: Batch, rows: list[list[Span]], states: States) -> None:
         """Run the target on ``rows`` of dialogues, padded on the right, and write the result into ``states``."""
-        target = self.target
-        ids = pad_sequence([torch.cat([_cut(batch.input_ids, span) for span in row]) for row in rows], batch_first=True)
-        taps = tuple(key for key in states if key is not None)
+        target, taps = self.target, tuple(key for key in states if key is not None)
+
+        def packed(values: Tensor, padding: int = 0) -> Tensor:
+            parts = [torch.cat([span.of(values) for span in row]) for row in rows]
+            return pad_sequence(parts, batch_first=True, padding_value=padding).to(target.device)
+
         if any(len(row) > 1 for row in rows):
-            positions = [torch.cat([_cut(batch.position_ids, span) for span in row]) for row in rows]
-            depths = pad_sequence(positions, batch_first=True).to(target.device)
-            numbers = [torch.cat([torch.full((span.length,), i) for i, span in enumerate(row)]) for row in rows]
-            see = dialogue_mask(pad_sequence(numbers, batch_first=True, padding_value=-1).to(target.device))
-            output = target.run(ids.to(target.device), None, Rows(see, depths), taps=taps)
+            see = dialogue_mask(packed(batch.segments, -1))
+            output = target.run(packed(batch.input_ids), None, Rows(see, packed(batch.position_ids)), taps=taps)
         else:
-            output = target.features(ids.to(target.device), taps=taps)
+            output = target.features(packed(batch.input_ids), taps=taps)
         for key, found in [(None, output.features), *output.taps.items()]:
-            for row, members in enumerate(rows):
-                start = 0
-                for span in members:
-                    _cut(states[key], span).copy_(found[row, start : start + span.length])
-                    start += span.length
+            for row, members in zip(found, rows, strict=True):
+                lengths = [span.length for span in members]
+                for span, part in zip(members, row[: sum(lengths)].split(lengths), strict=True):
+                    span.of(states[key]).copy_(part)
 
     def _leave_out(self, batch: Batch, places: list[Span], states: States) -> Tensor:
         """Run every dialogue again in a row of its own, because NaN spreads along a row. Return the loss mask without
@@ -125,12 +124,12 @@ class OnlineFeatures:
         loss_mask = batch.loss_mask.clone()
         for span in places:
             self._forward(batch, [[span]], states)
-            parts = [_cut(each, span) for each in states.values()]
+            parts = [span.of(each) for each in states.values()]
             if all(bool(part.isfinite().all()) for part in parts):
                 continue
             for part in parts:
                 part.zero_()
-            _cut(loss_mask, span).zero_()
+            span.of(loss_mask).zero_()
             if span.dialogue >= 0 and span.dialogue not in self.left_out:
                 self.left_out.add(span.dialogue)
                 name = self.ids[span.dialogue]
@@ -139,9 +138,26 @@ class OnlineFeatures:
         return loss_mask
 
 
-def _cut(values: Tensor, span: Span) -> Tensor:
-    """A view of a dialogue's part ``[T, ...]`` of ``[R, L, ...]``."""
-    return values[span.row, span.start : span.start + span.length]
+def pack(lengths: list[int]) -> list[list[int]]:
+    """First-fit decreasing: indices into ``lengths`` grouped into rows no longer than the longest of them."""
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, space in enumerate(free) if space >= lengths[index]), None)
+        if row is None:
+            rows.append([])
+            free.append(max(lengths))
+            row = len(rows) - 1
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows
+
+
+def dialogue_mask(segments: Tensor) -> Tensor:
+    """bool ``[R, L, L]`` from segments ``[R, L]``: causal within each dialogue. Padding sees padding: no NaN."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, :, None] == segments[:, None, :]) & causal
 
 
 def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFeatures, OnlineFeatures]:

@@ -51,7 +51,7 @@ def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tens
     for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
         if found >= wanted:
             return
-        batch = collate(train, part, one_row=True)
+        batch = collate(train, part)
         rows = task.rows(batch)
         batch = complete(train, batch, ()).to(device, torch.float32)
         read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]

@@ -117,7 +117,7 @@ def check_packed(module: DraftModule, config: PretrainedConfig, key: str) -> Non
     training = module.training
     module.eval()
     try:
-        together = module(ids, positions.repeat(1, 2), Dialogues([[PROBE, PROBE]]))
+        together = module(ids, positions.repeat(1, 2), Dialogues([PROBE, PROBE]))
     except (AttributeError, TypeError, RuntimeError) as error:
         what = f"{key} of model_type {config.model_type!r} takes no packed dialogues: {error}"
         raise ValueError(f"{what}; use {SUPPORTED}") from error

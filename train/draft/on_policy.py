@@ -107,7 +107,7 @@ class OnPolicyText:
         if not any(found.values()):
             return batch
         texts: Any = Texts({index: self._with(index, answer) for index, answer in found.items()})
-        return collate(texts, list(found), self.data.config.taps, one_row=True)
+        return collate(texts, list(found), self.data.config.taps)
 
     def _prompt(self, index: int) -> list[int]:
         """The text up to the first answer; empty where there is no answer."""

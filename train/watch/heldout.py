@@ -11,7 +11,7 @@ from train.core.task import Ratio, Task, text_tokens
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 from train.watch.positions import by_position
 
-PART_TOKENS = 2048  # tokens at a time: the mask of ``chain_alpha`` grows with the square of a row
+PART_TOKENS = 2048  # of a micro-batch
 
 
 class Heldout:
