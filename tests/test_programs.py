@@ -174,7 +174,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/draft_model.py": [
         (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),
         (["divergence=forward"], "divergence: .*found 'forward'"),
-        (["loss_vocab=8"], "loss_vocab is 8, and the draft model's LM head is trained.* set freeze_ends=true"),
+        (["loss_vocab=8"], "loss_vocab is 8, and the LM head is trained; set freeze_ends=true"),
         (["draft_vocab=8"], "draft_vocab is 8, .* python -m train.draft_vocab"),
         (["zero_stage=3"], "zero_stage is 3, .* set 0, 1 or 2"),
     ],
