@@ -163,7 +163,7 @@ class MedusaConfig(TrainConfig):
             raise ValueError("labels: tokens needs classification_loss: cross_entropy and top_k_weight: 0; set them")
         if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
             # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
-            raise ValueError("own_lm_heads has conditions: set precision=float32 zero_stage=0 or own_lm_heads=false")
+            raise ValueError("with own_lm_heads, set precision=float32 zero_stage=0 or own_lm_heads=false")
         for key in ("own_lm_heads", "lora", "loss_vocab", "top_k_weight") if self.joint else ():
             if value := getattr(self, key):
                 raise ValueError(f"{key} is {value}, and joint tunes the whole target (or by joint.lora); leave it out")
