@@ -125,5 +125,5 @@ def test_own_lm_heads_are_refused_where_they_would_stay_as_they_are(
     with pytest.raises(ValueError, match="set precision=float32 zero_stage=0 or own_lm_heads=false"):
         tiny_run.read("medusa", {**settings, "own_lm_heads": True, **changes})
     tiny_run.read("medusa", {**settings, "own_lm_heads": True})
-    with pytest.raises(ValueError, match="labels: tokens has none; set labels=target"):
+    with pytest.raises(ValueError, match="labels: tokens needs classification_loss"):
         tiny_run.read("medusa", {**settings, "labels": "tokens", "classification_loss": "lk_alpha"})

@@ -39,7 +39,7 @@ from train.core.task import Task, text_tokens
 from train.data.packing import Batch, Rewrite, TrainData
 from train.draft.coverage import Boosting
 from train.draft.export import export, with_weights
-from train.draft.module import DraftModule, draft_module, load_weights
+from train.draft.module import DraftModule, draft_module, load_weights, names_of
 from train.draft.on_policy import OnPolicyText
 
 GAMMA = 4  # tokens of the drafts that tau is measured with
@@ -75,10 +75,9 @@ class DraftModelTask(Task):
                 f"{self.config.target} one of {theirs}: it may draft for it, but training compares the two "
                 "distributions token by token; choose a draft model with as many"
             )
-        ends = [module.base.get_input_embeddings().weight, module.lm_head.weight]
-        self.lm_heads = tuple(name for name, weights in module.named_parameters() if any(weights is x for x in ends))
+        self.lm_heads = names_of(module, module.ends())
         if self.config.freeze_ends:
-            for weights in ends:
+            for weights in module.ends():
                 weights.requires_grad_(False)
         return module
 

@@ -34,8 +34,8 @@ from train.core.config import TrainConfig
 from train.core.losses import Pairs
 from train.core.task import Ratio, Task, text_tokens
 from train.data.packing import Batch
-from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, joint_module, of_part, tuned_target
-from train.draft.module import load_weights
+from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, of_part, tuned_target
+from train.draft.module import causal_module, load_weights, names_of
 
 
 class MedusaTask(Task):
@@ -60,7 +60,7 @@ class MedusaTask(Task):
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         module: Any = self.module
-        self.heads.own = module.lm_heads()
+        self.heads.own = module.lm_heads() if config.own_lm_heads else []
         for head in self.heads.own:
             head.weight.data.copy_(ends.lm_head.weight)
         every = range(config.heads)
@@ -127,16 +127,14 @@ class JointTask(MedusaTask):
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         self.drafting_module = self.module.heads
-        base = self.module.target.base
-        frozen = [base.get_input_embeddings().weight, base.get_output_embeddings().weight]
-        named = self.module.named_parameters()
-        self.lm_heads = tuple(name for name, weights in named if any(weights is end for end in frozen))
+        self.lm_heads = names_of(self.module, self.module.target.ends())
         self.constant_inputs = ()
         self.predictions += 1
 
     def build(self) -> nn.Module:
-        heads = self.drafter.build_module(self.ends.config, self.drafter_config())
-        return joint_module(self.config, self.ends.config, heads)
+        assert self.config.joint is not None
+        target = causal_module("target", self.config.target, self.ends.config, self.config.joint.lora)
+        return JointModule(target, self.drafter.build_module(self.ends.config, self.drafter_config()))
 
     def load(self) -> None:
         load_weights(self.module.target, self.config.target, self.config.revision)

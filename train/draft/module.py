@@ -45,6 +45,10 @@ class DraftModule(nn.Module):
         head: nn.Linear = self.base.get_output_embeddings()
         return head
 
+    def ends(self) -> list[nn.Parameter]:
+        """The weights of embeddings and LM head, which may be one."""
+        return [self.base.get_input_embeddings().weight, self.lm_head.weight]
+
     def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | Tensor | None = None) -> Tensor:
         """Ids and positions ``[R, L]`` -> inputs of the LM head, ``[R, L, h]``; row i is about token i + 1."""
         body = self.base.model
@@ -54,10 +58,6 @@ class DraftModule(nn.Module):
             hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=angles)
         normed: Tensor = body.norm(hidden)
         return normed
-
-    def load_base(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of transformers' model, by its own names."""
-        load_base(self.base, weights)
 
     def merged(self) -> PreTrainedModel:
         """transformers' model with LoRA merged into its weights; this module must not be used afterwards."""
@@ -114,20 +114,17 @@ def check_packed(module: DraftModule, config: PretrainedConfig, key: str) -> Non
     transformers' forward of each."""
     ids, positions = torch.arange(2 * PROBE)[None] % config.vocab_size, torch.arange(PROBE)[None]
     module.base.config._attn_implementation = NAME
-    training = module.training
     module.eval()
     try:
         together = module(ids, positions.repeat(1, 2), Dialogues([PROBE, PROBE]))
     except (AttributeError, TypeError, RuntimeError) as error:
         what = f"{key} of model_type {config.model_type!r} takes no packed dialogues: {error}"
         raise ValueError(f"{what}; use {SUPPORTED}") from error
-    finally:
-        module.train(training)
     if together.device.type == "meta" or type(together) is not Tensor:  # without contents
+        module.train()
         return
-    module.eval()
     alone = [module.base.model(input_ids=part, use_cache=False).last_hidden_state for part in ids.split(PROBE, dim=1)]
-    module.train(training)
+    module.train()
     expected = torch.cat(alone, dim=1)
     gap, scale = (together - expected).abs().max().item(), expected.abs().max().item()
     if not gap <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * scale:
@@ -145,5 +142,10 @@ def load_weights(module: DraftModule, name: str, revision: str | None = None) ->
     """
     disable_progress_bar()  # transformers' own, beside the training's
     found, _ = load_model(name, "float32", "cpu", revision, None, (0, 0))
-    module.load_base(found.state_dict())
+    load_base(module.base, found.state_dict())
     module.base.generation_config = found.generation_config
+
+
+def names_of(module: nn.Module, weights: list[nn.Parameter]) -> tuple[str, ...]:
+    """The names of some of a module's weights."""
+    return tuple(name for name, own in module.named_parameters() if own in {*weights})
