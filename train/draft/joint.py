@@ -90,7 +90,7 @@ def export_tuned(
     base = provenance["target"]
     how, name = "all layers" if lora is None else f"LoRA of rank {lora.r}", Path(base["name"]).name
     text = (
-        f"Another model than `{name}`: decoding with the heads gives exactly what this model gives, and not what "
+        f"It is another model than `{name}`: decoding with the heads gives exactly what this model gives, and not what "
         f"`{name}` does.\n\n`{name}`, tuned together with {config.heads} Medusa heads (Medusa-2: {how})"
     )
     text = card(config.out, "medusa", text, provenance["training"])
