@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before torch is imported: a mistyped key is answer
     program(DraftModelConfig, __doc__)
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +34,7 @@ from drafters.model.target import TargetModel
 from train.core.engine import Engine
 from train.core.losses import Pairs
 from train.core.runtime import dtype_of
-from train.core.task import Task, text_tokens
+from train.core.task import Task
 from train.data.packing import Batch, Rewrite, TrainData
 from train.draft.coverage import Boosting
 from train.draft.export import export, with_weights
@@ -96,14 +95,6 @@ class DraftModelTask(Task):
         if self.boost is None:
             return rows
         return rows[self.boost.trained(batch).flatten()[rows]]
-
-    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        """With ``divergence: tokens`` the targets of training are tokens, those of held-out text still features."""
-        pairs = super().pairs(module, batch, seed)
-        if self.against_logits or seed is None:
-            return pairs
-        tokens = text_tokens(batch, self.ahead).flatten()[batch.rows]
-        return replace(pairs, targets=self.heads.places(tokens))
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         """The config's divergence; with ``divergence: tokens`` the cross-entropy of tokens, on held-out text the KL."""

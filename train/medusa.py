@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before torch is imported: a mistyped key is answer
     program(MedusaConfig, __doc__)
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +31,7 @@ from drafters.model.ends import FrozenEnds
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
 from train.core.losses import Pairs
-from train.core.task import Ratio, Task, text_tokens
+from train.core.task import Ratio, Task
 from train.data.packing import Batch
 from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, of_part, tuned_target
 from train.draft.module import causal_module, load_weights, names_of
@@ -76,14 +75,6 @@ class MedusaTask(Task):
         """The positions whose next token belongs to an answer, and from which all heads read their own dialogue."""
         trained = batch.shifted(batch.loss_mask, 1) & (batch.position_ids >= self.config.heads)
         return trained.flatten().nonzero().squeeze(1)
-
-    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        """With ``labels: tokens`` the targets of training are tokens, those of held-out text still features."""
-        pairs = super().pairs(module, batch, seed)
-        if self.against_logits or seed is None:
-            return pairs
-        tokens = text_tokens(batch, self.ahead).flatten()[batch.rows]
-        return replace(pairs, targets=self.heads.places(tokens))
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """``[K, R, L, H]``: at j each head's output for the token j + 1, head k's from j - k."""

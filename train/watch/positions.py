@@ -42,5 +42,5 @@ def by_position(task: Task, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         first = Pairs(judged.predictions[:1], judged.targets)  # no later prediction is accepted without it
         count, name = chosen.sum(), bucket_name(start, end)
         found[f"loss_at_{name}"] = Ratio(task.losses(part)["loss"].detach(), count)
-        found[f"top1_at_{name}"] = Ratio(task.heads.agreement(first).sum(), count)
+        found[f"top1_at_{name}"] = Ratio(task.heads.compare(first)[1].sum(), count)
     return found
