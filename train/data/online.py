@@ -52,17 +52,11 @@ class OnlineFeatures:
         self._starts = [0, *itertools.accumulate(self.lengths.tolist())]
         self._tokens = torch.cat([torch.from_numpy(one.input_ids).int() for one in split.dialogues])
         self._mask = torch.cat([torch.from_numpy(one.loss_mask) for one in split.dialogues])
-        self.manifest = header.model_copy(
-            update={
-                "dialogues": len(split.dialogues),
-                "consumed": len(split.dialogues),
-                "tokens": len(self._tokens),
-                "response_tokens": int(self._mask.sum()),
-                "dropped": dict(split.counts.dropped),
-                "changed": dict(split.counts.changed),
-                "complete": True,
-            }
-        )
+        count = len(split.dialogues)
+        counts = {"dialogues": count, "consumed": count, "tokens": len(self._tokens), "complete": True}
+        counts |= {"response_tokens": int(self._mask.sum())}
+        changes = {"dropped": dict(split.counts.dropped), "changed": dict(split.counts.changed)}
+        self.manifest = header.model_copy(update=counts | changes)
         self.left_out: set[int] = set()  # dialogues whose features were not finite
 
     def __len__(self) -> int:
@@ -71,9 +65,8 @@ class OnlineFeatures:
     def __getitem__(self, index: int) -> StoredDialogue:
         rows = slice(*self._starts[index : index + 2])
         none = torch.empty(int(self.lengths[index]), 0, dtype=resolve_dtype(self.manifest.dtype))
-        return StoredDialogue(
-            self._tokens[rows].long(), self._mask[rows], none, dict.fromkeys(self.manifest.taps, none)
-        )
+        taps = dict.fromkeys(self.manifest.taps, none)
+        return StoredDialogue(self._tokens[rows].long(), self._mask[rows], none, taps)
 
     @torch.no_grad()
     def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
@@ -187,17 +180,10 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
 
 def as_feature_keys(config: TrainConfig, data: OnlineData) -> FeatureKeys:
     """The keys with which data_prep.features would store these features."""
-    values = {
-        "target": config.target,
-        "revision": config.revision,
-        "dtype": data.target_dtype,
-        "chat_template": data.chat_template,
-        "splits": {"train": data.train, "heldout": data.heldout},
-        "exit_layers": list(config.taps),
-        "max_length": data.max_length,
-        "limit": data.limit,
-    }
-    return validate(FeatureKeys, values, source="data")
+    same = data.model_dump(include={"chat_template", "max_length", "limit"})
+    own = {"target": config.target, "revision": config.revision, "dtype": data.target_dtype}
+    splits = {"train": data.train, "heldout": data.heldout}
+    return validate(FeatureKeys, same | own | {"splits": splits, "exit_layers": list(config.taps)}, source="data")
 
 
 def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
