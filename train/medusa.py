@@ -31,7 +31,7 @@ from drafters.model.ends import FrozenEnds
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
 from train.core.losses import Pairs
-from train.core.task import Ratio, Task
+from train.core.task import Ratio, Task, mean
 from train.data.packing import Batch
 from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, of_part, tuned_target
 from train.draft.module import causal_module, load_weights, names_of
@@ -91,11 +91,9 @@ class MedusaTask(Task):
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """``head_k_expected_acceptance`` and ``head_k_top1`` of each head, as the base class has them."""
-        overlap, agree = self.heads.compare(self.judged(pairs))
-        count, found = torch.tensor(overlap.shape[1], device=overlap.device), {}
-        for k, (shared, same) in enumerate(zip(overlap, agree, strict=True), start=1):
-            found[f"head_{k}_top1"] = Ratio(same.sum(), count)
-            found[f"head_{k}_expected_acceptance"] = Ratio(shared.sum(), count)
+        found: dict[str, Ratio] = {}
+        for k, (overlap, agree) in enumerate(zip(*self.heads.compare(self.judged(pairs)), strict=True), start=1):
+            found |= {f"head_{k}_top1": mean(agree), f"head_{k}_expected_acceptance": mean(overlap)}
         return found
 
 
@@ -133,9 +131,8 @@ class JointTask(MedusaTask):
     def rate_factors(self, step: int) -> dict[str, float]:
         joint, warmup = self.config.joint, self.config.warmup_steps
         assert joint is not None
-        late, warm = step - joint.heads_first, 1.0
-        if joint.heads_first and warmup:
-            warm = min(1.0, (late + 1) / warmup)
+        late = step - joint.heads_first
+        warm = min(1.0, (late + 1) / warmup) if joint.heads_first and warmup else 1.0
         return {TARGET: joint.rate * warm if late >= 0 else 0.0}
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -144,8 +141,8 @@ class JointTask(MedusaTask):
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         assert self.config.joint is not None
-        first, *_ = every = self.heads.classification(pairs)
-        each = every[1:]
+        every = self.heads.classification(pairs)
+        first, each = every[0], every[1:]
         loss = first + self.config.joint.lambda_0 * (self.decay(each) * each).sum()
         return {"loss": loss, "target_loss": first} | head_losses(each)
 
@@ -156,9 +153,7 @@ class JointTask(MedusaTask):
         """Also ``target_expected_acceptance`` and ``target_top1``: how near the tuned target is to the untuned one."""
         found = super().heldout(module, batch, pairs)
         overlap, agree = self.heads.compare(Pairs(pairs.predictions[:1], pairs.targets))
-        count = torch.tensor(overlap.shape[1], device=overlap.device)
-        more = {"target_expected_acceptance": Ratio(overlap.sum(), count), "target_top1": Ratio(agree.sum(), count)}
-        return found | more
+        return found | {"target_expected_acceptance": mean(overlap), "target_top1": mean(agree)}
 
     def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, Drafter]:
         model: Any = tuned_target(self.config, self.ends.config, weights).merged()

@@ -39,6 +39,11 @@ class Ratio:
     count: Tensor
 
 
+def mean(values: Tensor) -> Ratio:
+    """The mean of all ``values``."""
+    return Ratio(values.sum(), torch.tensor(values.numel(), device=values.device))
+
+
 class Task(ABC):
     """One drafter's training.
 
@@ -158,8 +163,7 @@ class Task(ABC):
         of greedy drafting.
         """
         overlap, agree = self.heads.compare(self.judged(pairs))
-        count = torch.tensor(overlap.shape[1], device=overlap.device)
-        return {"expected_acceptance": Ratio(overlap.sum(), count), "top1_agreement": Ratio(agree.sum(), count)}
+        return {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
 
     # ------------------------------------------------------------------------------------------- around the steps
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from train.core.runtime import Ranks
-from train.core.task import Ratio, Task, text_tokens
+from train.core.task import Ratio, Task, mean, text_tokens
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 from train.watch.positions import by_position
 
@@ -60,8 +60,7 @@ class Heldout:
 def own_answers(task: Task, batch: Batch) -> Ratio:
     """Share of answers' tokens that the target ranks first: nearly all if it wrote them itself, greedily."""
     rows = batch.shifted(batch.loss_mask, 1).flatten().nonzero().squeeze(1)
-    same = task.heads.first_choice(batch.features.flatten(0, 1)[rows]) == text_tokens(batch, 1).flatten()[rows]
-    return Ratio(same.sum(), torch.tensor(len(rows), device=rows.device))
+    return mean(task.heads.first_choice(batch.features.flatten(0, 1)[rows]) == text_tokens(batch, 1).flatten()[rows])
 
 
 def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
@@ -71,6 +70,5 @@ def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
     """
     if task.draft_ids is None:
         return {}
-    count = torch.tensor(len(target), device=target.device)
     covered = torch.isin(task.heads.first_choice(target), task.draft_ids.to(target.device))
-    return {"draft_vocab_coverage": Ratio(covered.sum(), count)}
+    return {"draft_vocab_coverage": mean(covered)}
