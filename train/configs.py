@@ -170,7 +170,7 @@ class MedusaConfig(TrainConfig):
         if self.joint and self.classification_loss != "cross_entropy":
             raise ValueError(f"joint needs classification_loss: cross_entropy, found {self.classification_loss}")
         if self.joint and self.zero_stage == 3:
-            raise ValueError("zero_stage is 3, and with joint the target's layers are called one by one; set 0, 1 or 2")
+            raise ValueError("zero_stage is 3, and joint trains at 0, 1 or 2; set one of these")
         return self
 
 

@@ -50,7 +50,7 @@ class JointModule(nn.Module):
         target, heads = (sum(weights.numel() for weights in part.parameters()) for part in (base, self.heads))
         return int(target * stored_dtype(base.config).itemsize + 2 * heads)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | None = None) -> Tensor:
         """Ids and positions ``[R, L]`` -> outputs of target and heads ``[R, L, 1 + K, H]``, before the LM head."""
         features = self.target(input_ids, position_ids, mask)
         return torch.cat([features[..., None, :], self.heads(features)], dim=-2)
