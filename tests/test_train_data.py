@@ -12,7 +12,7 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from train.core.attention import Dialogues
 from train.core.runtime import Ranks
-from train.data.online import dialogue_mask, pack
+from train.data.online import dialogue_mask
 from train.data.packing import Position, TrainData, collate, collate_or_stand_in, epoch_batches
 
 LENGTHS = tiny_run.LENGTHS["train"]
@@ -28,15 +28,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
 
 def members(batches: list[list[int]]) -> list[int]:
     return sorted(index for batch in batches for index in batch)
-
-
-def test_pack_fills_rows_without_splitting() -> None:
-    """A dialogue lost, used twice, or cut by a row's end; rows opened while another had room."""
-    rows = pack(LENGTHS)
-    assert members(rows) == list(range(len(LENGTHS)))
-    assert all(sum(LENGTHS[i] for i in row) <= 30 for row in rows)
-    assert len(rows) == 8  # 218 tokens cannot fit in fewer than 8 rows of 30
-    assert pack([5, 3, 2]) == [[0], [1, 2]]  # full to the last token
 
 
 def test_collate_lays_out_what_the_store_holds(store: FeatureStore) -> None:

@@ -26,7 +26,7 @@ from drafters.model.files import resolve_dtype
 from drafters.model.rows import Rows
 from drafters.model.target import TargetModel
 from train.core.config import OnlineData, TrainConfig
-from train.data.packing import Batch, Span
+from train.data.packing import Batch, Span, split_evenly
 
 States = dict[int | None, Tensor]  # by layer, the hidden states after it; None: the features
 
@@ -81,8 +81,12 @@ class OnlineFeatures:
         states = {key: torch.zeros(shape, dtype=dtype, device=device) for key in keys}
         # The places of the dialogues; a batch of a rank without work has no spans, and is one dialogue.
         places = batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
-        rows = sorted(([places[index] for index in row] for row in pack([span.length for span in places])), key=len)
-        at_once = max(1, self.batch_tokens // max(span.length for span in places))
+        lengths = [span.length for span in places]
+        shares = split_evenly(list(range(len(places))), lengths, -(-sum(lengths) // max(lengths)))
+        if max(sum(lengths[index] for index in share) for share in shares) > self.batch_tokens:
+            shares = [[index] for index in range(len(places))]
+        rows = sorted(([places[index] for index in share] for share in shares), key=len)
+        at_once = max(1, self.batch_tokens // max(sum(span.length for span in row) for row in rows))
         # Rows of one dialogue apart from the others: they need no mask.
         for alike in ([row for row in rows if len(row) == 1], [row for row in rows if len(row) > 1]):
             for first in range(0, len(alike), at_once):
@@ -129,21 +133,6 @@ class OnlineFeatures:
                 text = f"warning: left out, the target's features are NaN or infinite: dialogue {name}"
                 tqdm.write(f"{text} ({len(self.left_out)} of {len(self)} so far)", file=sys.stderr)
         return loss_mask
-
-
-def pack(lengths: list[int]) -> list[list[int]]:
-    """First-fit decreasing: indices into ``lengths`` grouped into rows no longer than the longest of them."""
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        row = next((r for r, space in enumerate(free) if space >= lengths[index]), None)
-        if row is None:
-            rows.append([])
-            free.append(max(lengths))
-            row = len(rows) - 1
-        rows[row].append(index)
-        free[row] -= lengths[index]
-    return rows
 
 
 def dialogue_mask(segments: Tensor) -> Tensor:

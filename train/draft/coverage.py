@@ -4,6 +4,8 @@ Boost-tuning (SpecInfer, Miao et al. 2023, section 3: learning-based speculator)
 that the earlier ones do not cover.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,6 @@ from drafters.model.target import TargetModel
 from train.configs import Boost
 from train.core.lm_heads import LMHeads
 from train.data.packing import Batch
-
-
-def load_draft_models(names: list[str], dtype: torch.dtype, device: torch.device) -> list[TargetModel]:
-    """Load draft models, on transformers' own layers.
-
-    Raises:
-        ValueError: nothing loadable there.
-    """
-    return [TargetModel.from_pretrained(name, dtype, device, engine="eager") for name in names]
 
 
 @torch.no_grad()
@@ -61,7 +54,8 @@ class Boosting:
         texts = [span.of(batch.input_ids).numpy().tobytes() for span in batch.spans]
         if any(text not in self._trained for text in texts):
             device = self.heads.target.weight.device
-            self._models = self._models or load_draft_models(self.options.after, self.dtype, device)
+            load = partial(TargetModel.from_pretrained, dtype=self.dtype, device=device, engine="eager")
+            self._models = self._models or [load(name) for name in self.options.after]
             # Spread evenly, and the same in every epoch: multiples of the golden ratio's fraction.
             found = batch.position_ids * 0.6180339887 % 1 < self.options.keep
             covered = torch.zeros_like(found)

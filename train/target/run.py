@@ -59,14 +59,13 @@ class TargetRun:
         self.log = Metrics(config.run_dir, self.progress.step)
         replace_json(config.run_dir / "run.json", {**self.info, "resumed_at": self.progress.step})
 
-    def evaluate(self) -> float:
-        """Log and return the held-out loss."""
+    def evaluate(self) -> None:
+        """Log the held-out loss."""
         parts = self.heldout_rows.split(self.config.micro_rows)
         value = sum(self.pool.map(self.part_loss, parts)) / len(self.heldout_rows)
         step, tokens, seconds = self.progress.step, self.progress.tokens, round(self.progress.seconds, 1)
         self.log.add(step, {"heldout_loss": value, "tokens": tokens, "seconds": seconds})
         tqdm.write(f"step {step}: held-out loss {value:.4f} after {tokens:,} tokens")
-        return value
 
     @torch.no_grad()
     def part_loss(self, rows: Tensor) -> float:
