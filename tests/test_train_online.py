@@ -238,7 +238,7 @@ def test_features_that_are_not_finite_are_left_out(
             assert torch.equal(batch.loss_mask[span.row, cut], sound.loss_mask[span.row, cut])
             torch.testing.assert_close(batch.features[span.row, cut], sound.features[span.row, cut])
     live.complete(collate(live, chosen), ())
-    assert capsys.readouterr().err.count(f"NaN or infinite: dialogue {live.ids[poisoned]} (1 of 18 so far)") == 1
+    assert capsys.readouterr().err.count(f"NaN or infinite: dialogue {live.split.ids[poisoned]} (1 of 18 so far)") == 1
     with torch.no_grad():
         embed.weight[token] = before
 

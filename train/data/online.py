@@ -5,7 +5,6 @@ checks. A micro-batch's dialogues go through the target together, packed into ro
 their features stay on the device.
 """
 
-import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ States = dict[int | None, Tensor]  # by layer, the hidden states after it; None:
 
 
 class OnlineFeatures:
-    """One split's dialogues in memory (5 bytes a token), read like a FeatureStore; their features are empty
+    """One split's dialogues in memory (9 bytes a token), read like a FeatureStore; their features are empty
     (``[T, 0]``) until ``complete`` computes them.
 
     Args:
@@ -47,26 +46,22 @@ class OnlineFeatures:
     target: TargetModel
 
     def __init__(self, split: EncodedSplit, header: StoreManifest, batch_tokens: int) -> None:
-        self.ids, self.batch_tokens = split.ids, batch_tokens
-        self.lengths = torch.tensor([len(dialogue.input_ids) for dialogue in split.dialogues])
-        self._starts = [0, *itertools.accumulate(self.lengths.tolist())]
-        self._tokens = torch.cat([torch.from_numpy(one.input_ids).int() for one in split.dialogues])
-        self._mask = torch.cat([torch.from_numpy(one.loss_mask) for one in split.dialogues])
-        count = len(split.dialogues)
-        counts = {"dialogues": count, "consumed": count, "tokens": len(self._tokens), "complete": True}
-        counts |= {"response_tokens": int(self._mask.sum())}
+        self.split, self.batch_tokens = split, batch_tokens
+        self.lengths = torch.tensor(split.lengths)
+        count, trained = len(split.dialogues), sum(int(one.loss_mask.sum()) for one in split.dialogues)
+        counts = {"dialogues": count, "consumed": count, "tokens": split.tokens, "response_tokens": trained}
         changes = {"dropped": dict(split.counts.dropped), "changed": dict(split.counts.changed)}
-        self.manifest = header.model_copy(update=counts | changes)
+        self.manifest = header.model_copy(update=counts | changes | {"complete": True})
         self.left_out: set[int] = set()  # dialogues whose features were not finite
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> StoredDialogue:
-        rows = slice(*self._starts[index : index + 2])
-        none = torch.empty(int(self.lengths[index]), 0, dtype=resolve_dtype(self.manifest.dtype))
-        taps = dict.fromkeys(self.manifest.taps, none)
-        return StoredDialogue(self._tokens[rows].long(), self._mask[rows], none, taps)
+        one, taps = self.split.dialogues[index], self.manifest.taps
+        none = torch.empty(len(one.input_ids), 0, dtype=resolve_dtype(self.manifest.dtype))
+        ids, mask = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask)
+        return StoredDialogue(ids, mask, none, dict.fromkeys(taps, none))
 
     @torch.no_grad()
     def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
@@ -129,7 +124,7 @@ class OnlineFeatures:
             span.of(loss_mask).zero_()
             if span.dialogue >= 0 and span.dialogue not in self.left_out:
                 self.left_out.add(span.dialogue)
-                name = self.ids[span.dialogue]
+                name = self.split.ids[span.dialogue]
                 text = f"warning: left out, the target's features are NaN or infinite: dialogue {name}"
                 tqdm.write(f"{text} ({len(self.left_out)} of {len(self)} so far)", file=sys.stderr)
         return loss_mask
