@@ -224,7 +224,7 @@ def test_features_that_are_not_finite_are_left_out(
     embed = live.target.body.embed_tokens
     token = 299
     assert not (sound.input_ids == token).any()
-    live._tokens[live._starts[poisoned] + 3] = token
+    live.split.dialogues[poisoned].input_ids[3] = token
     with torch.no_grad():
         before = embed.weight[token].clone()
         embed.weight[token] = float("nan")
