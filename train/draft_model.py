@@ -69,10 +69,10 @@ class DraftModelTask(Task):
         module = draft_module(self.config.draft_model, self.config.lora)
         ours, theirs = module.lm_head.out_features, self.ends.lm_head.out_features
         if ours != theirs:
+            names = self.config.draft_model, self.config.target
             raise ValueError(
-                f"draft_model {self.config.draft_model} has a vocabulary of {ours} tokens and target "
-                f"{self.config.target} one of {theirs}: it may draft for it, but training compares the two "
-                "distributions token by token; choose a draft model with as many"
+                f"draft_model {names[0]} has a vocabulary of {ours} tokens and target {names[1]} one of {theirs}, and "
+                "training compares them token by token; choose a draft model with the target's"
             )
         self.lm_heads = names_of(module, module.ends())
         if self.config.freeze_ends:

@@ -114,10 +114,8 @@ def count(data: str, vocab: int, name: str, revision: str | None, template: str 
     if (Path(data) / MANIFEST).is_file():
         store = FeatureStore.open(data)
         if store.manifest.vocab_size != vocab:
-            raise ValueError(
-                f"{data} was made for a vocabulary of {store.manifest.vocab_size:,} tokens, not of {vocab:,}; "
-                "give features of the drafter's own target"
-            )
+            size = f"{store.manifest.vocab_size:,} tokens, not of {vocab:,}"
+            raise ValueError(f"{data} was made for a vocabulary of {size}; give features of the drafter's own target")
         return count_answers(((dialogue.input_ids, dialogue.loss_mask) for dialogue in store), vocab)
     if is_text(data):
         return count_text(data, vocab, load_bare_tokenizer(name, revision), name)

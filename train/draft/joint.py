@@ -108,5 +108,4 @@ def export_tuned(
 
 def stored_dtype(shape: PretrainedConfig) -> torch.dtype:
     """The dtype of a target's files, by its configuration."""
-    found = getattr(shape, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
+    return getattr(shape, "dtype", None) or torch.bfloat16

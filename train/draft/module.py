@@ -81,10 +81,7 @@ def causal_module(
     """
     what, config = f"{key}: {name}", copy.deepcopy(config)
     if any(sliding_windows(config)):
-        raise ValueError(
-            f"{what} has layers with a sliding window, which training on packed dialogues ignores; choose one "
-            "without (sliding_window: null)"
-        )
+        raise ValueError(f"{what} has layers with a sliding window; choose a model without (sliding_window: null)")
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.get_default_dtype(), attn_implementation="sdpa", trust_remote_code=False
     )
