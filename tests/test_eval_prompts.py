@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.prompts.config import PromptsConfig
-from eval.prompts.prompts import Prompt, PromptSet, in_turns, load_prompts, render_up_to
+from eval.prompts.prompts import Prompt, PromptSet, in_turns, load_prompts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
@@ -149,31 +149,6 @@ def test_several_files_are_categories(tmp_path: Path) -> None:
         load([one, tmp_path / "none"])
 
 
-def test_a_huge_prompt_is_left_out_by_its_beginning(tmp_path: Path) -> None:
-    """Catches a prompt of 10 MB that is tokenised to its end, and one left out for its characters, not its tokens.
-
-    The limit is 10 tokens, of which the template takes two.
-    """
-    asked: list[int] = []
-
-    class Counting:
-        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
-            asked.append(sum(len(message["content"]) for message in messages))
-            return tokenizer.apply_chat_template(messages, **options)
-
-    tokenizer = tiny_tokenizer()
-    long_word, most, too_many = "x" * 50_000, " ".join(["w1"] * 7 + ["y" * 9_000]), "  ".join(["w1"] * 9)
-    texts = [long_word, most, too_many, "w1 " * 3_000_000, "w2", "w3"]
-    file = write(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts])
-    config = PromptsConfig(file=file)
-    prompts = load_prompts(config, Counting(), warmup=1, max_new_tokens=10, max_context=20)
-    assert prompts.skipped == {"too_long": 2}
-    assert sorted(len(prompt.ids) for prompt in prompts.measured + prompts.warmup) == [3, 3, 3, 10]
-    assert sum(asked) < 1_000_000
-    too_long = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w1 " * 100_000}]
-    assert len(render_up_to(tokenizer, too_long, 10)) > 10
-
-
 @pytest.mark.parametrize(
     ("record", "format_", "prompt"),
     [
@@ -231,17 +206,3 @@ def test_prompts_have_the_length_that_is_wanted(tmp_path: Path) -> None:
     assert prompts.describe()["context"] == {"tokens": 60, "files": str(file)}
     assert [p.ids for p in long_prompts(file, 60, count=4).measured] == [p.ids for p in prompts.measured]
     assert [p.id for p in load(file, warmup=2, count=4).measured] == [p.id for p in prompts.measured]
-
-
-def test_a_length_that_cannot_be_had_is_said_with_both_numbers(tmp_path: Path) -> None:
-    """Catches a report on "8k" over prompts of 300 tokens, and one whose prompts leave no room for the answer."""
-    file = write(tmp_path / "p.jsonl", [sharegpt(f"w{i}", "w1") for i in range(10)])
-    with pytest.raises(ValueError, match="context_tokens is 91, .* 10 of them for max_new_tokens; give at most 90"):
-        long_prompts(file, 91)
-    with pytest.raises(ValueError, match="context_tokens is 90, but the dialogues of .*p.jsonl fill only 23"):
-        long_prompts(file, 90, count=3)
-    questions_alone = write(tmp_path / "q.jsonl", [{"turns": [f"w{i}"]} for i in range(10)])
-    with pytest.raises(ValueError, match="q.jsonl has spec-bench's format, without dialogues"):
-        long_prompts(questions_alone, 50)
-    with pytest.raises(ValueError, match="no prompt file at .*none"):
-        long_prompts(file, 50, context_file=tmp_path / "none")

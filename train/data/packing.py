@@ -97,8 +97,8 @@ class Batch:
         return [span.length for span in self.spans] or [self.segments.shape[1]]
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory."""
-        return self._each(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
+        """A copy in page-locked memory (torch pins no expanded tensor)."""
+        return self._each(lambda tensor: tensor.contiguous().pin_memory() if tensor.numel() else tensor)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """A copy on ``device``, its floating point tensors in ``dtype``."""
@@ -131,7 +131,7 @@ def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = ()) -> 
         features=torch.cat([item.features for item in items])[None],
         taps={layer: torch.cat([item.taps[layer] for item in items])[None] for layer in taps},
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        segments=torch.arange(len(items)).repeat_interleave(torch.tensor(lengths))[None],
+        segments=torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None],
         spans=[Span(0, *place) for place in zip(starts, lengths, dialogues, strict=False)],
     )
 
