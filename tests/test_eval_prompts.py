@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.prompts.config import PromptsConfig
-from eval.prompts.prompts import Prompt, PromptSet, in_turns, load_prompts, render_up_to
+from eval.prompts.prompts import Prompt, PromptSet, in_turns, load_prompts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
@@ -147,31 +147,6 @@ def test_several_files_are_categories(tmp_path: Path) -> None:
     assert {prompt.category for prompt in load(one, warmup=0).measured} == {None}
     with pytest.raises(ValueError, match="no prompt file at .*none"):
         load([one, tmp_path / "none"])
-
-
-def test_a_huge_prompt_is_left_out_by_its_beginning(tmp_path: Path) -> None:
-    """Catches a prompt of 10 MB that is tokenised to its end, and one left out for its characters, not its tokens.
-
-    The limit is 10 tokens, of which the template takes two.
-    """
-    asked: list[int] = []
-
-    class Counting:
-        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
-            asked.append(sum(len(message["content"]) for message in messages))
-            return tokenizer.apply_chat_template(messages, **options)
-
-    tokenizer = tiny_tokenizer()
-    long_word, most, too_many = "x" * 50_000, " ".join(["w1"] * 7 + ["y" * 9_000]), "  ".join(["w1"] * 9)
-    texts = [long_word, most, too_many, "w1 " * 3_000_000, "w2", "w3"]
-    file = write(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts])
-    config = PromptsConfig(file=file)
-    prompts = load_prompts(config, Counting(), warmup=1, max_new_tokens=10, max_context=20)
-    assert prompts.skipped == {"too_long": 2}
-    assert sorted(len(prompt.ids) for prompt in prompts.measured + prompts.warmup) == [3, 3, 3, 10]
-    assert sum(asked) < 1_000_000
-    too_long = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w1 " * 100_000}]
-    assert len(render_up_to(tokenizer, too_long, 10)) > 10
 
 
 @pytest.mark.parametrize(
