@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from programs import status
-from test_eval_compare import report
+from test_eval_compare import report, tabled
 from test_hub import CONFIG, evidence
 from torch import nn
 
@@ -15,6 +15,7 @@ import drafters.hub.__main__
 from drafters.hub.checkpoint import save_checkpoint
 from drafters.hub.reports import Certificate, Part, Report, read
 from eval import compare, leaderboard, seeds
+from eval.report.by_prompt import as_csv
 
 ROOT = Path(__file__).parents[1]
 NO_REPORTS = {
@@ -34,7 +35,7 @@ def test_committed_results_are_read(name: str, schema: type[Part]) -> None:
 
 
 def written(folder: Path) -> Path:
-    """A folder with a report, its journal and a certificate."""
+    """A folder with a report, its table of prompts and a certificate."""
     found, lines = report(0, prompts=4)
     facts = found["environment"]
     facts["config"]["drafters"][0] |= {"checkpoint": "runs/x", "label": "eagle"}
@@ -42,7 +43,7 @@ def written(folder: Path) -> Path:
         row |= {"entry": row["drafter"], "trained": [{"minutes": 1.0, "tokens": 5, "joules": None, "data": "a/b"}]}
         row |= {"stock": False, "engine": None, "drafted_per_step": 1.0, "grid": None, "speedup_ci": [0.5, 1.5]}
     (folder / "report.json").write_text(json.dumps(found))
-    (folder / "measurements.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "prompts.csv").write_text(as_csv(tabled((found, lines))[1]))
     (folder / "lossless.json").write_text(json.dumps(evidence(fingerprint="t")["certificate"]))
     return folder
 
