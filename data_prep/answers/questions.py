@@ -8,11 +8,11 @@ from typing import Any
 from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
 from data_prep.answers.finished import kept as kept_of
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, derived_seed, read_journals
-from data_prep.answers.target import enough_memory, text_ends
+from data_prep.answers.target import text_ends
 from data_prep.common.outputs import unfinished
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
-from data_prep.common.target import dtype_here, load_target
+from data_prep.common.target import dtype_here, enough_memory, load_target
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
@@ -132,7 +132,7 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
     journal.start_clock()
     drafter = make_drafter("autoregressive", target)
     with (
-        enough_memory(config.batch, "questions were written"),
+        enough_memory("while questions were written", f"lower batch (now {config.batch})"),
         Bar(desc="asking", total=asked.share, initial=asked.kept, unit=" questions") as progress,
     ):
         for ids in draw(config, target, drafter, prompt, asked):

@@ -167,7 +167,7 @@ def _encode(
                     rendered.append((dialogue.id, [chat.render(view) for view in views], changes))
                 except DroppedError as error:
                     drop(error)
-            tokens = iter(chat.tokenize([text for _, texts, _ in rendered for text in texts], max_length))
+            tokens = iter(chat.tokenize([text for _, texts, _ in rendered for text in texts]))
             # Cut them to max_length, and remove those without an answer before the cut.
             for name, texts, changes in rendered:
                 whole = list(itertools.islice(tokens, len(texts)))

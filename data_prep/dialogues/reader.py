@@ -222,8 +222,8 @@ def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
         raise ValueError(f"{name!r} names no dataset; write owner/name, owner/name:config or owner/name:config:split")
     if len(parts) == 2:
         subset, split = parts
-    elif parts and subset is None:
-        subset, split = _config_or_split(repository, parts[0])
+    elif parts and subset is None and parts[0] in _config_names(repository):
+        subset, split = parts[0], "train"
     else:
         split = parts[0] if parts else "train"
     try:
@@ -237,25 +237,6 @@ def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
         raise ValueError(
             f"no dataset {repository!r} with {what} could be loaded{hint} ({type(error).__name__}: {error})"
         ) from error
-
-
-def _config_or_split(repository: str, word: str) -> tuple[str | None, str]:
-    """Configuration and split of ``owner/name:word``, where ``word`` is one of the two."""
-    import datasets
-
-    names = _config_names(repository)
-    if word not in names:
-        return None, word
-    splits: list[str] = []
-    for config in names:
-        with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
-            splits += datasets.get_dataset_split_names(repository, config)
-    if word in splits:
-        raise ValueError(
-            f"{repository}:{word}: {word!r} is a configuration and a split there; write {repository}:{word}:SPLIT or "
-            f"{repository}:CONFIG:{word}"
-        )
-    return word, "train"
 
 
 def _config_names(repository: str) -> list[str]:

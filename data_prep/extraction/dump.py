@@ -4,14 +4,15 @@ The states of a dialogue depend only on its shard (a batch never has dialogues o
 processes, and a resumed run, write the same bytes.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from data_prep.common.target import enough_memory
 from data_prep.dialogues.encoding import EncodedSplit
 from data_prep.store.manifest import StoreManifest
 from data_prep.store.quantise import SCALED, state_names, storage_dtype, to_storage
@@ -152,16 +153,10 @@ def forward(
         return target.features(ids.to(target.device, non_blocking=True), lengths, tuple(header.taps))
 
 
-@contextlib.contextmanager
-def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
+def explained(ids: torch.Tensor, batch_tokens: int) -> AbstractContextManager[None]:
     """Turn running out of the device's memory into a ValueError with a fix."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"out of memory in a forward of {ids.numel()} tokens; lower batch_tokens (now {batch_tokens}) or "
-            "max_length and run again: finished shards are kept"
-        ) from error
+    fix = f"lower batch_tokens (now {batch_tokens}) or max_length"
+    return enough_memory(f"in a forward of {ids.numel()} tokens", fix)
 
 
 class Background:
