@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from data_prep.common.ranks import Rank
+from data_prep.store.lock import folder_lock
 from drafters.cli.program import Failure, keeping
 from drafters.common.files import replace_json, replace_text
 from drafters.hub.reports import REPORT, read
@@ -70,7 +71,7 @@ def measure_and_report(
         for note in journal.notes:
             say(console, note)
         measure_all(session, journal, rank)
-        with journal.alone():
+        with folder_lock(config.out):
             if journal.gather():
                 return _finish(session, journal, console)
             told = f"{len(journal.runs):,} runs, this process's share, are measured; the last process writes the report"
