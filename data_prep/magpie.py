@@ -19,7 +19,6 @@ from drafters.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the config; let its target write questions."""
     parser = CommandLine("data_prep.magpie", __doc__, "YAML file, see configs/real/magpie.yaml", "count=1000 batch=32")
     add_rank_arguments(parser)
     parsed = parser.parse(arguments)

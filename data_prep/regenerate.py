@@ -16,7 +16,6 @@ from drafters.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the config; regenerate the answers of its source."""
     parser = CommandLine("data_prep.regenerate", __doc__, "YAML file, see configs/regenerate/", "limit=1000 batch=32")
     add_rank_arguments(parser)
     parsed = parser.parse(arguments)

@@ -22,7 +22,6 @@ FACTS = "split.json"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the arguments; write both sides of the split."""
     parser = CommandLine("data_prep.split", __doc__)
     parser.add_argument(
         "source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:config][:split]"

@@ -209,7 +209,6 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the corpus and print its manifest."""
     parser = CommandLine("data_prep.stdlib_corpus", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="library to read")

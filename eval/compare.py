@@ -18,7 +18,6 @@ from eval.report.pairs import differences, read
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compare two reports and write the page."""
     parser = CommandLine("eval.compare", __doc__)
     parser.add_argument("a", type=Path, help="folder of the first report, the `out` of its config")
     parser.add_argument("b", type=Path, help="folder of the second report")

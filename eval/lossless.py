@@ -65,7 +65,6 @@ def read_config(parsed: Any) -> LosslessConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Certify a drafter and write its page."""
     parser = CommandLine("eval.lossless", __doc__, overrides="texts=4096; see LosslessConfig")
     parser.add_argument("--target", help="folder or Hub repository")
     parser.add_argument("--drafter", help="a method's name, or the folder of a trained drafter")

@@ -160,8 +160,11 @@ def refused(config: SpeedConfig, lineup: Lineup) -> list[dict[str, Any]]:
     """Return the methods that cannot decode batches of a size, with the largest batch of each."""
     found: list[dict[str, Any]] = []
     for temperature, batch in itertools.product(config.temperatures, config.batch):
-        most = lineup.refusing(temperature, batch) | ({e.label: 1 for e in config.stock} if batch > 1 else {})
-        if most and lineup.fitting(temperature, batch) == [config.entries[0].name]:
+        own = lineup.largest(temperature)
+        most = {
+            name: n for name, n in (own | {e.label: 1 for e in config.stock}).items() if n is not None and n < batch
+        }
+        if most and len(own.keys() - most.keys()) == 1:  # only plain decoding is left
             raise ValueError(
                 f"batch is {batch}, but the methods {shortened(list(most))} decode at most {max(most.values())} row(s) "
                 "at once: remove that batch size, or add a drafter that decodes it"
