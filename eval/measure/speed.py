@@ -161,9 +161,8 @@ def refused(config: SpeedConfig, lineup: Lineup) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for temperature, batch in itertools.product(config.temperatures, config.batch):
         own = lineup.largest(temperature)
-        most = {
-            name: n for name, n in (own | {e.label: 1 for e in config.stock}).items() if n is not None and n < batch
-        }
+        every = own | {entry.label: 1 for entry in config.stock}
+        most = {name: rows for name, rows in every.items() if rows < batch}
         if most and len(own.keys() - most.keys()) == 1:  # only plain decoding is left
             raise ValueError(
                 f"batch is {batch}, but the methods {shortened(list(most))} decode at most {max(most.values())} row(s) "

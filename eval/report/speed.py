@@ -162,7 +162,7 @@ def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None =
         journal.finish()
     for name in (PICTURE, HTML, TABLE, PROMPTS):
         (out / name).unlink(missing_ok=True)
-    replace_text(out / PAGE, markdown(report, Path(PICTURE)))
+    replace_text(out / PAGE, markdown(report, PICTURE))
 
 
 def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], out: Path, console: Console) -> None:
