@@ -21,7 +21,7 @@ from drafters.common.energy import EnergyMeter, Reading
 from drafters.common.threads import fit_threads
 from drafters.loop.sampling import Sampling
 from drafters.loop.trace import Trace
-from eval.measure.expected import expected_of, prepare
+from drafters.policy import costs
 from eval.prompts.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,19 +261,10 @@ def drafter_method(
 
     def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         text = max(longest, *map(len, prompts)) + limits.max_new_tokens
-        prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)
+        costs.prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)  # outside of any prompt's time
         before = expected_of(drafter)
-        ends = sorted(limits.eos)
-        result = generate(
-            target,
-            drafter,
-            prompts,
-            max_new_tokens=most,
-            temperature=temperature,
-            eos_token_id=ends,
-            seed=seed,
-            **sampled,
-        )
+        settings = sampled | {"max_new_tokens": most, "temperature": temperature, "eos_token_id": sorted(limits.eos)}
+        result = generate(target, drafter, prompts, seed=seed, **settings)
         rows = zip(result.tokens.tolist(), result.lengths, strict=True)
         tokens, lengths = joined([row[:length] for row, length in rows])
         trace, decoded = result.trace, len(tokens) - len(prompts)
@@ -283,6 +274,15 @@ def drafter_method(
         return Outcome(tokens, *seconds, trace, len(prompts), expected_of(drafter, before), lengths=lengths)
 
     return decode
+
+
+def expected_of(drafter: Drafter, before: Expected | None = None) -> Expected | None:
+    """Return what a drafter that chooses options itself (``auto``) has expected, so far or since ``before``."""
+    found = drafter.policy.expected() if drafter.policy else None
+    if found is None or before is None:
+        return found
+    steps, tokens, plain = (now - then for now, then in zip(found[:3], before[:3], strict=True))
+    return Expected(steps, tokens, plain, found.choice)
 
 
 def joined(rows: list[list[int]]) -> tuple[list[int], tuple[int, ...]]:

@@ -3,10 +3,8 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-from rich.console import Console
 
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
@@ -31,9 +29,10 @@ from eval.prompts.config import shown_sizes
 from eval.prompts.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt
 
 
-@dataclass
 class Session:
     """Everything loaded for one speed config, and what its runs have in common.
+
+    Raises ValueError, before anything is measured, for what is missing or does not fit.
 
     Attributes:
         share: indices of the prompts that this process measures.
@@ -41,16 +40,34 @@ class Session:
         facts: the report's ``environment``.
     """
 
-    config: SpeedConfig
-    models: Models
-    lineup: Lineup
-    assistants: dict[str, TargetModel]
-    prompts: PromptSet
-    limits: Limits
-    share: list[int]
-    left_out: list[dict[str, Any]]
-    facts: dict[str, Any]
-    engines: Engines | None
+    def __init__(
+        self,
+        config: SpeedConfig,
+        argv: list[str],
+        models: Models | None = None,
+        engines: Engines | None = None,
+        rank: Rank = ALONE,
+    ) -> None:
+        self.config, self.engines = config, engines
+        set_threads(config.threads)
+        check_options(config.entries)
+        longest = config.prompts.longest + config.max_new_tokens
+        self.models = models or load_models(config.target, longest, max(config.batch), rank)
+        target = self.models.target
+        self.lineup = Lineup(config.entries, self.models)
+        self.left_out = refused(config, self.lineup)
+        self.assistants = self.models.assistants(config.assistants)
+        most = min([self.lineup.max_context, *(model.max_context for model in self.assistants.values())])
+        ends = answer_ends(config.target, target)
+        limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, ends)
+        self.prompts = prompts_for(config, target, most, limits)  # earlier answers of a dialogue end at EOS
+        self.limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
+        self.share = share_of(rank, len(self.prompts.measured), config.batch)
+        self.facts = describe(config, argv, target, self.prompts)
+        self.facts |= {"processes": rank.count} if rank.count > 1 else {}
+        if engines is not None:
+            engines.start(target, self.prompts, self.limits)
+            self.facts |= engines.facts
 
     @property
     def described(self) -> dict[str, dict[str, Any]]:
@@ -91,35 +108,6 @@ class Session:
         ids = [[prompt.ids for prompt in some] for some in (prompts.measured, prompts.warmup)]
         own = {"config": config, "weights": facts["target"]["fingerprint"], "prompt_tokens": digest(ids)}
         return own | {name: facts[name] for name in names}
-
-
-def open_session(
-    config: SpeedConfig,
-    argv: list[str],
-    console: Console,
-    models: Models | None = None,
-    engines: Engines | None = None,
-    rank: Rank = ALONE,
-) -> Session:
-    """Load everything; raises ValueError for what is missing or does not fit, before anything is measured."""
-    set_threads(config.threads)
-    check_options(config.entries)
-    longest = config.prompts.longest + config.max_new_tokens
-    models = models or load_models(config.target, longest, max(config.batch), rank)
-    target = models.target
-    lineup = Lineup(config.entries, models)
-    left_out = refused(config, lineup)
-    assistants = models.assistants(config.assistants)
-    most = min([lineup.max_context, *(model.max_context for model in assistants.values())])
-    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, answer_ends(config.target, target))
-    prompts = prompts_for(config, target, most, limits)  # earlier answers of a dialogue end at EOS
-    limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
-    share = share_of(rank, len(prompts.measured), config.batch)
-    facts = describe(config, argv, target, prompts) | ({"processes": rank.count} if rank.count > 1 else {})
-    if engines is not None:
-        engines.start(target, prompts, limits)
-        facts |= engines.facts
-    return Session(config, models, lineup, assistants, prompts, limits, share, left_out, facts, engines)
 
 
 def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:

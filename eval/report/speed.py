@@ -19,7 +19,7 @@ from eval.measure.engines import Engines
 from eval.measure.journal import END, RunJournal, read_runs
 from eval.measure.models import ALONE, Models, answer_ends, chat_of
 from eval.measure.runner import Run
-from eval.measure.speed import Session, conditions_of, measure_all, open_session
+from eval.measure.speed import Session, conditions_of, measure_all
 from eval.prompts.files import files_sha256
 from eval.report.by_prompt import as_csv, flat, in_report
 from eval.report.charts import save, speedups
@@ -55,7 +55,7 @@ def measure_and_report(
         MeasurementError: a needed method failed.
         OSError: a file could not be written.
     """
-    session = open_session(config, argv, console, models, engines, rank)
+    session = Session(config, argv, models, engines, rank)
     session.facts["divergence_tolerance"] = tolerance_note(session.models.target)
     if shortage := shortage_line(session.prompts.describe()):
         say(console, shortage, "bold red")
