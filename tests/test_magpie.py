@@ -32,8 +32,7 @@ from data_prep.answers.questions import DONE, Asked
 from data_prep.common.ranks import Rank
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import DroppedError, ReadCounts, parse_record, read_dialogues
-from data_prep.dialogues.sharegpt import same_question
+from data_prep.dialogues.reader import DroppedError, ReadCounts, parse_record, read_dialogues, same_question
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers.journal import RUN_FILE, AnsweredBatch, check_identity
-from data_prep.common.outputs import is_finished, sidecar, unfinished
+from data_prep.common.disk import is_finished, sidecar, unfinished
 from data_prep.dialogues.encoding import template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import source_digest

@@ -9,15 +9,14 @@ from data_prep.answers.finished import begun_on, costs, finish, merging, report_
 from data_prep.answers.finished import kept as kept_of
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, derived_seed, read_journals
 from data_prep.answers.target import text_ends
-from data_prep.common.outputs import unfinished
+from data_prep.common.disk import unfinished
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
 from data_prep.common.target import dtype_here, enough_memory, load_target
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import DroppedError
-from data_prep.dialogues.sharegpt import same_question, unanswered_record
+from data_prep.dialogues.reader import DroppedError, same_question, unanswered_record
 from drafters import generate_many, make_drafter
 from drafters.base import Drafter
 from drafters.model.target import TargetModel

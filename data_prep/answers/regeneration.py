@@ -20,16 +20,14 @@ from data_prep.answers.journal import (
     replay,
 )
 from data_prep.answers.target import TargetAnswers
-from data_prep.common.disk import check_room, source_bytes
-from data_prep.common.outputs import unfinished
+from data_prep.common.disk import check_room, source_bytes, unfinished
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
 from data_prep.common.target import dtype_here, load_target
 from data_prep.configs import FOR_A_TARGET, DrafterOptions, RegenerateConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import ReadCounts, read_dialogues, source_digest
-from data_prep.dialogues.sharegpt import record
+from data_prep.dialogues.reader import ReadCounts, read_dialogues, record, source_digest
 from drafters import drafter_class, make_drafter
 from drafters.hub.checkpoint import drafter_type
 from drafters.learned import LearnedDrafter

@@ -1,4 +1,4 @@
-"""Read ShareGPT files or a Hub dataset as validated dialogues.
+"""Read ShareGPT files or a Hub dataset as validated dialogues, and write dialogues as such records.
 
 A record has its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
 ``{"role", "content"}``. A record may also have an ``id``, a ``category`` and definitions of ``tools``. Unusable records
@@ -20,6 +20,7 @@ from data_prep.dialogues.messages import FOLLOWING, DroppedError, Message, first
 
 TURN_KEYS = ("conversations", "conversation", "messages")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
+FROM = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}  # in records that are written
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # further formats of the `datasets` library
 
 
@@ -143,6 +144,28 @@ def _in_order(messages: list[Message], unanswered: bool) -> tuple[list[Message],
     if order[0] != "user" or any(after not in FOLLOWING.get(role, ()) for role, after in itertools.pairwise(order)):
         raise DroppedError("wrong_role_order")
     return [*head, *body], changes
+
+
+def record(dialogue: Dialogue) -> dict[str, object]:
+    """The ShareGPT record of a dialogue."""
+    turns = [
+        {"from": FROM[message["role"]], "value": message["content"]}
+        | {key: value for key, value in message.items() if key not in ("role", "content", "tools")}
+        for message in dialogue.messages
+    ]
+    category = {"category": dialogue.category} if dialogue.category else {}
+    tools = {"tools": dialogue.messages[0]["tools"]} if "tools" in dialogue.messages[0] else {}
+    return {"id": dialogue.id, **category, **tools, "conversations": turns}
+
+
+def unanswered_record(name: str, question: str) -> dict[str, object]:
+    """The ShareGPT record of a question without an answer."""
+    return {"id": name, "conversations": [{"from": FROM["user"], "value": question}]}
+
+
+def same_question(text: str) -> str:
+    """A key that is equal for questions that differ only in case and white space."""
+    return " ".join(text.lower().split())
 
 
 def source_digest(source: str | Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import REFUSALS, for_template
 from eval.prompts.config import PromptsConfig, check_prompt_files, shown_sizes
-from eval.prompts.context import Earlier
+from eval.prompts.context import with_earlier_turns
 from eval.prompts.files import Format, Record, detect_format, files_sha256, read_prompts
 from eval.prompts.suites import WARM_UP, load_suite, read_suite, suite_name
 
@@ -117,9 +117,9 @@ def load_prompts(
         )
     if config.context_tokens is not None:
         both = [*measured, *spare]
-        asked = {prompt.question[-1]["content"] for prompt in both}
-        earlier = Earlier(config.context_files, asked, partial(render, tokenizer), config.context_tokens, config.seed)
-        both = [replace(prompt, ids=earlier.before(prompt.question)) for prompt in both]
+        given = config.context_files, partial(render, tokenizer), config.context_tokens, config.seed
+        filled = with_earlier_turns([prompt.question for prompt in both], *given)
+        both = [replace(prompt, ids=ids) for prompt, ids in zip(both, filled, strict=True)]
         measured, spare = both[: len(measured)], both[len(measured) :]
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
