@@ -17,7 +17,7 @@ from test_features import run, write_config
 
 from data_prep import throughput
 from data_prep.extraction import process, stores, worker
-from data_prep.extraction.job import Job
+from data_prep.extraction.shards import Job
 from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import StoreWriter

@@ -1,6 +1,5 @@
 """data_prep.regenerate through an OpenAI-compatible server: good ones, bad ones, dead ones."""
 
-import email.utils
 import json
 import logging
 import time
@@ -144,7 +143,6 @@ def test_retry_after_is_honoured(tmp_path, server, monkeypatch):
     assert run(write_config(tmp_path, server, count=1))
     assert 0.9 <= times[2] - times[1] < 4
     assert endpoint_answers._retry_after("soon") == endpoint_answers._retry_after(None) == 0.0
-    assert 50 < endpoint_answers._retry_after(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 60
     monkeypatch.setattr(endpoint_answers, "LONGEST_WAIT", 0.05)
     server.bodies.clear()
     server.misbehave = lambda body, number: error(503, "x", Retry_After="3600") if number == 1 else None
@@ -252,7 +250,7 @@ def test_too_many_refusals_end_the_run_and_are_tried_again(tmp_path, server, mon
     ("reply", "message"),
     [
         (error(401, "Incorrect API key provided"), "401 .*Incorrect API key provided.*OPENAI_API_KEY was sent"),
-        (error(400, "unknown field", "bad_field"), r"400 .*unknown field \(bad_field\)"),
+        (error(400, "unknown field", "bad_field"), "400 .*unknown field.*bad_field"),
         ((404, b'{"detail":"Not Copy"}', {}), "404 .*Not Copy"),
         ((405, b"", {}), "405 .*no explanation"),
         ((301, b"", {"Location": "https://elsewhere/v1"}), "redirects to https://elsewhere/v1"),

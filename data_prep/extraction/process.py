@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from data_prep.common.other_python import OtherPython
 from data_prep.dialogues.encoding import EncodedSplit
-from data_prep.extraction.job import Job
+from data_prep.extraction.shards import Job
 from data_prep.store.manifest import StoreManifest
 
 WORKER = "data_prep.extraction.worker"

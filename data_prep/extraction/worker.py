@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.other_python import Say, answering, questions
-from data_prep.extraction.job import FAILED, Job
+from data_prep.extraction.shards import FAILED, Job
 from data_prep.store.manifest import shard_file
 
 DEFAULTS = {

@@ -130,7 +130,6 @@ def measure(
     temperatures: list[float],
     rounds: int,
     limits: Limits,
-    on_run: Callable[[str], None] = lambda method: None,
     meter: EnergyMeter | None = None,
     done: Sequence[Run] = (),
     remembering: Collection[str] = (),
@@ -144,7 +143,6 @@ def measure(
         build: the methods of a temperature and a batch size, by label. Called for every round after the previous
             methods are freed, so that a method that remembers prompts starts without them.
         warmup: decoded first by every method of a round, unmeasured; repeated to fill the last batch.
-        on_run: called with the method's label before each run.
         meter: measures energy; None: no measurement.
         done: runs of an earlier start, complete prompts from the first on; not measured again.
         remembering: methods that remember earlier prompts. In a resumed round they decode the earlier prompts again,
@@ -164,7 +162,7 @@ def measure(
         if before * batch == len(prompts):
             continue
         methods = build(temperature, batch)
-        run = functools.partial(_run, methods, limits, temperature, number, on_run, meter, failed, needed)
+        run = functools.partial(_run, methods, limits, temperature, number, meter, failed, needed)
         # Warm up: kernels are chosen, memory pools grow.
         for index, some in enumerate(in_batches(warmup, batch)):
             for method in methods:
@@ -194,7 +192,6 @@ def _run(
     limits: Limits,
     temperature: float,
     number: int,
-    on_run: Callable[[str], None],
     meter: EnergyMeter | None,
     failed: dict[tuple[float, int, str], str],
     needed: Callable[[str], bool],
@@ -207,7 +204,6 @@ def _run(
     lengths = (0,) * len(prompts) if len(prompts) > 1 else ()
     if key in failed:
         return Run([], 0.0, 0.0, failure=failed[key], lengths=lengths, wall_seconds=0.0, **place)
-    on_run(method)
     fit_threads()
     most = min(prompt.max_new_tokens or limits.max_new_tokens for prompt in prompts)
     try:

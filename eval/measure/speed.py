@@ -188,15 +188,12 @@ def measure_all(session: Session, journal: RunJournal, rank: Rank) -> None:
     meter = EnergyMeter(session.models.target.device, shared=rank.count > 1)
     done = list(journal.runs)
     with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:
-
-        def on_run(method: str) -> None:
-            bar.set_description(f"{method:<24}", refresh=False)
-
         given = session.methods, measured, prompts.warmup, config.temperatures, config.rounds, session.limits
         remembering = session.lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
         needed = session.plain.__eq__
-        for run in measure(*given, on_run, meter, done, remembering, config.batch, session.share, needed):
+        for run in measure(*given, meter, done, remembering, config.batch, session.share, needed):
             journal.write(run, *prompts.measured[run.prompt : run.prompt + run.batch])
+            bar.set_description(f"{run.method:<24}", refresh=False)
             bar.update()
     device = session.models.target.device
     session.facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(device)}

@@ -72,8 +72,6 @@ class Suite(Config):
             raise ValueError("it has neither file nor hub: give one of them as the source of prompts")
         if ":" in (self.hub or "") and {"subset", "split"} & self.model_fields_set:
             raise ValueError(f"hub is {self.hub}: name configuration and split there, or as subset and split")
-        if self.url is not None and self.file is None:
-            raise ValueError("url is the address of a file, and file is missing: give its name")
         needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
         if needing and self.reference is None:
             raise ValueError(f"metric {min(needing)} compares answers with reference, which is missing")
