@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -213,7 +214,7 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path, target_folder, capsys)
     capsys.readouterr()
     run(config)
     resumed = capsys.readouterr().out
-    assert f"process {process.pid} on" in resumed and "died here; continuing after its" in resumed
+    assert re.search(r"continuing after \d+ shards", resumed)
     assert first.stat().st_mtime_ns == written
     run(config, f"out={tmp_path / 'whole'}")
     for split in ("train", "heldout"):

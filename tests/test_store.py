@@ -335,10 +335,8 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path):
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
         time.sleep(0.05)
-        with StoreWriter(tmp_path, header()) as writer:
-            assert writer.stale_writer == f"process {holder.pid} on {host}"
-        with StoreWriter(tmp_path, header()) as writer:
-            assert writer.stale_writer is None
+        with StoreWriter(tmp_path, header()):
+            pass
     finally:
         holder.kill()
         holder.wait()

@@ -253,9 +253,8 @@ def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
 
 def report_found(work: Work, writer: StoreWriter, config: FeaturesConfig) -> None:
     """Print what an earlier run left in the store's folder, if the user should know."""
-    if writer.stale_writer:
-        shards = len(writer.manifest.shards)
-        print(f"{work.path}: {writer.stale_writer} died here; continuing after its {shards} shards")
+    if not writer.manifest.complete and (shards := len(writer.manifest.shards)):
+        print(f"{work.path}: continuing after {shards} shards")
     for problem in writer.damaged:
         print(f"{problem}; that shard is made again")
     plan = writer.manifest.plan
