@@ -181,7 +181,8 @@ def is_text(source: str) -> bool:
 
 def check_source(source: str | Path) -> None:
     """Raise ValueError if ``source`` is a missing file, or a folder that cannot be read as a dataset."""
-    path = Path(source)
+    path, (repository, *parts) = Path(source), dataset_parts(str(source))
+    is_named = not str(source).endswith(DATA_SUFFIXES) and repository.count("/") == 1
     if path.is_dir():
         there = [file for file in sorted(path.rglob("*")) if file.name.endswith((*DATA_SUFFIXES, *DATASET_SUFFIXES))]
         if not there:
@@ -193,18 +194,11 @@ def check_source(source: str | Path) -> None:
             )
     elif path.exists() and not path.is_file():
         raise ValueError(f"{source} is neither a file nor a folder; write the data into a file and give that")
-    elif not path.exists() and not _is_dataset(str(source)):
+    elif not path.exists() and (len(parts) > 2 or not (is_named or Path(repository).is_dir())):
         raise ValueError(
             f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as "
             "owner/name[:config][:split]"
         )
-
-
-def _is_dataset(source: str) -> bool:
-    """Whether ``source`` may name a dataset: a folder or ``owner/name``, and its configuration and split."""
-    repository, *parts = dataset_parts(source)
-    is_named = not source.endswith(DATA_SUFFIXES) and repository.count("/") == 1
-    return len(parts) <= 2 and (is_named or Path(repository).is_dir())
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ from eval.measure.runner import Run
 from eval.report import charts
 from eval.report.page import markdown
 from eval.report.remarks import warnings
-from eval.report.tables import kind, number, shown_name
+from eval.report.tables import kind, number, shown_name, speedup_with_interval
 from eval.report.texts import page_data, visible
 
 Report = dict[str, Any]
@@ -76,24 +76,14 @@ def what_it_buys(report: Report) -> list[str]:
     facts, found = report["environment"], []
     place = f"{Path(facts['target']['name']).name} in {facts['quantize'] or facts['dtype']}"
     for at, baseline, rows in charts.at_settings(report):
-        at = at.capitalize() if baseline["temperature"] == 0 else f"Sampled at {at}"
         here = [row for row in rows if kind(row) == "own" and row["speedup"] is not None]
         if not here:
-            found.append(f"{at}: no lossless method was measured beside plain decoding.")
+            found.append(f"{at.capitalize()}: no lossless method was measured beside plain decoding.")
             continue
         best = max(here, key=lambda row: row["speedup"])
-        interval = best["speedup_ci"]
-        shown = f" (95% interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-        if best["speedup"] <= 1:
-            found.append(
-                f"{at}, no lossless method is faster than plain decoding of {place}: the fastest, {shown_name(best)}, "
-                f"makes {best['speedup']:.2f} times its tokens{shown}."
-            )
-            continue
-        doubt = ", which noise may explain" if interval and interval[0] <= 1 else ""
+        speeds = [number(row["tokens_per_second"], 1) for row in (best, baseline)]
         found.append(
-            f"{at}, {shown_name(best)} makes {best['speedup']:.2f} times the tokens of plain decoding{shown}{doubt}: "
-            f"{number(best['tokens_per_second'], 1)} instead of {number(baseline['tokens_per_second'], 1)} tokens/s "
-            f"from {place}."
+            f"{at.capitalize()}: the fastest lossless method, {shown_name(best)}, has a speedup of "
+            f"{speedup_with_interval(best)}: {' instead of '.join(speeds)} tokens/s from {place}."
         )
     return found
