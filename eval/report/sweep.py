@@ -12,7 +12,7 @@ from drafters.common.files import replace_json, replace_text
 from eval.configs import SweepConfig, folder_name
 from eval.measure.lineup import check_options
 from eval.measure.models import Models, load_models
-from eval.report.charts import Axes, plt, save
+from eval.report.charts import Axes, Figure, save
 from eval.report.page import setting
 from eval.report.remarks import warnings
 from eval.report.speed import finished_report, measure_and_report
@@ -131,8 +131,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """Draw speed and speedup over the values, with lines between numbers; a row of panels per temperature."""
     lines = series(found)
     temperatures = list(dict.fromkeys(temperature for _, temperature in lines))
-    size = (11, 3.6 * len(temperatures))
-    figure, panels = plt.subplots(len(temperatures), 2, figsize=size, squeeze=False, sharex=True)
+    figure = Figure(figsize=(11, 3.6 * len(temperatures)))
+    panels = figure.subplots(len(temperatures), 2, squeeze=False, sharex=True)
     for pair, temperature in zip(panels, temperatures, strict=True):
         chosen = [rows for (_, at), rows in lines.items() if at == temperature]
         _panels(pair, found, chosen, "" if temperature is None else f"T = {temperature:g}, ")
