@@ -163,13 +163,12 @@ class Background:
     """Runs jobs one after the other in a thread, with at most ``IN_FLIGHT`` of them waiting or running.
 
     On leaving the context it waits for all jobs, also after an error of the caller. A job's error is raised in the
-    caller's thread at its next ``submit`` or ``check`` or on leaving; no job starts after a failed one.
+    caller's thread at its next ``submit`` or ``check`` or on leaving.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writing shards")
         self._jobs: list[Future[None]] = []
-        self._last: Future[None] | None = None
 
     def __enter__(self) -> "Background":
         return self
@@ -184,16 +183,9 @@ class Background:
         self.check()
         while len(self._jobs) >= IN_FLIGHT:
             self._jobs.pop(0).result()
-        self._last = self._thread.submit(_after, self._last, job)
-        self._jobs.append(self._last)
+        self._jobs.append(self._thread.submit(job))
 
     def check(self) -> None:
         """Raise the error of a failed job; does not wait."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
-
-
-def _after(before: "Future[None] | None", job: Callable[[], None]) -> None:
-    if before is not None:
-        before.result()  # raises its error, so that the job does not start
-    job()
