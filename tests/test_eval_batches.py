@@ -136,7 +136,6 @@ def test_a_killed_run_goes_on_within_a_batch_size(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["batch=3"], "prompts.count is 4, but batches of 3 need a multiple of 3: give 3 or 6"),
         (["batch=[2, 2]"], "batch: .*different"),
         (["batch=8", "prompts.count=null", "stock=[]"], "there are 5 prompts to measure.*batches of 8 need 8"),
         (["batch=2", 'drafters=[{"drafter": "lookahead"}]'], "methods .'lookahead', 'copies'. decode at most 1 row"),

@@ -141,10 +141,8 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
     ("changes", "message"),
     [
         ({"drafters": [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]}, "found 2"),
-        ({"start": {"gamma": 9}}, "gamma=9"),
         ({"knobs": {"gama": [1, 2]}, "start": {}}, "gama"),
         ({"knobs": {"gamma": [0, 1]}, "start": {}}, "gamma"),
-        ({"knobs": {"k": [1, 2]}, "start": {}}, "k is also set in the entry itself"),
     ],
 )
 def test_bad_searches_are_refused(
