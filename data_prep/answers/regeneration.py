@@ -9,7 +9,6 @@ from typing import Any
 
 from data_prep.answers.endpoint import NO_THINKING, EndpointAnswers
 from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
-from data_prep.answers.finished import kept as kept_of
 from data_prep.answers.journal import (
     ONLY_REASONING,
     AnsweredBatch,
@@ -64,16 +63,6 @@ def regenerate(config: RegenerateConfig, rank: Rank, target: Callable[[], Target
         if any(not conversation.done for conversation in own):
             answer_all(config, open_answers(config, chat, rank, target), own, journal)
     merge(config, identity, counts, conversations)
-
-
-def kept(config: RegenerateConfig) -> str:
-    """Last line of an interrupted run."""
-    return kept_of(config.out, answered(config.out), "answer")
-
-
-def answered(out: str) -> int:
-    """Number of answers in the journals of an unfinished output."""
-    return sum(len(batch.turns) for batch in read_journals(unfinished(out)))
 
 
 def check(config: RegenerateConfig) -> None:
