@@ -154,17 +154,12 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
     read = list(_numbered(name, suite, data))
     kept = [(number, record) for number, record in read if _within(record, suite)]
     before = skipped.copy()
-    keys = (question_key(record) for _, record in kept if isinstance(record, dict))
-    key = next(filter(None, keys), next(iter(QUESTION_KEYS)))
-    if (template := suite.prompt) is None:
-        found = list(questions(kept, functools.partial(turns_under, key=key), f"no_{key}", skipped, suite.id))
-    else:
-
-        def turns(record: dict[str, Any]) -> list[str]:
-            text = filled(template, record)
-            return [] if text is None else [text]
-
-        found = list(questions(kept, turns, "missing_field", skipped, suite.id))
+    turns, missing = functools.partial(_from_template, template=suite.prompt or ""), "missing_field"
+    if suite.prompt is None:
+        keys = (question_key(record) for _, record in kept if isinstance(record, dict))
+        key = next(filter(None, keys), next(iter(QUESTION_KEYS)))
+        turns, missing = functools.partial(turns_under, key=key), f"no_{key}"
+    found = list(questions(kept, turns, missing, skipped, suite.id))
     if not found:
         why = dict(skipped - before)
         first = shortened(first_record(read), 60)
@@ -182,6 +177,11 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
     placed = [_placed(record, name, suite) for record in found]
     _check_judged(placed, name, suite)
     return placed
+
+
+def _from_template(record: dict[str, Any], template: str) -> list[str]:
+    text = filled(template, record)
+    return [] if text is None else [text]
 
 
 def _check_judged(records: list[Record], name: str, suite: Suite) -> None:
