@@ -70,8 +70,6 @@ class Suite(Config):
     def _check(self) -> Self:
         if self.file is None and self.hub is None:
             raise ValueError("it has neither file nor hub: give one of them as the source of prompts")
-        if ":" in (self.hub or "") and {"subset", "split"} & self.model_fields_set:
-            raise ValueError(f"hub is {self.hub}: name configuration and split there, or as subset and split")
         needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
         if needing and self.reference is None:
             raise ValueError(f"metric {min(needing)} compares answers with reference, which is missing")

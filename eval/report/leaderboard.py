@@ -68,14 +68,10 @@ def collect(results: Path, out: Path) -> Found:
 
 def _names(results: Path) -> dict[str, str]:
     """Return the targets' names by fingerprint."""
-    file = results / NAMES
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for pair in found.items() for name in pair):
-        raise ValueError(f"{file} is no mapping of targets' fingerprints to their names")
-    return found
+    if not (results / NAMES).is_file():
+        return {}
+    with (results / NAMES).open(encoding="utf-8") as file:
+        return dict(yaml.safe_load(file) or {})
 
 
 def _target(facts: Found, names: dict[str, str]) -> str:
