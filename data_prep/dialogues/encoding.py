@@ -56,10 +56,6 @@ def load_tokenizer(
             template = read_text(Path(chat_template))
         except (OSError, ValueError) as error:
             raise ValueError(f"chat_template {chat_template} is no readable text file ({error})") from error
-        if not template.strip():
-            raise ValueError(
-                f"chat_template {chat_template} is empty; leave it out to use the tokenizer's own template"
-            )
     tokenizer = load_bare_tokenizer(name, revision)
     if template is not None:
         tokenizer.chat_template = template
