@@ -145,7 +145,7 @@ def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, conso
     console.print(f"\nDialogue {index:,}: {length:,} tokens, {trained:,} of them trained on ({how}):")
     console.print(decoded(dialogue, decoder, coloured))
     if length > MOST_TOKENS:
-        console.print(f"... and {length - MOST_TOKENS:,} tokens more")
+        console.print(f"... and {length - MOST_TOKENS:,} more tokens")
 
 
 def decoded(dialogue: StoredDialogue, tokenizer: Any, coloured: bool) -> Text:
