@@ -50,15 +50,12 @@ def load_tokenizer(
 
     ``date``: see ``ChatTokenizer``. Raises ValueError without a tokenizer, or without a usable template.
     """
-    template = None
+    tokenizer = load_bare_tokenizer(name, revision)
     if chat_template:
         try:
-            template = read_text(Path(chat_template))
+            tokenizer.chat_template = read_text(Path(chat_template))
         except (OSError, ValueError) as error:
             raise ValueError(f"chat_template {chat_template} is no readable text file ({error})") from error
-    tokenizer = load_bare_tokenizer(name, revision)
-    if template is not None:
-        tokenizer.chat_template = template
     return ChatTokenizer(tokenizer, name, date)
 
 
