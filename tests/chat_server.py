@@ -22,10 +22,9 @@ def ok(value: Any) -> Reply:
     return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}
 
 
-def error(status: int, message: str, code: str | None = None, **headers: str) -> Reply:
-    """An error in OpenAI's form; ``Retry_After`` becomes the header Retry-After."""
-    named = {key.replace("_", "-"): value for key, value in headers.items()}
-    return status, json.dumps({"error": {"message": message, "code": code}}).encode(), named
+def error(status: int, message: str, code: str | None = None) -> Reply:
+    """An error in OpenAI's form."""
+    return status, json.dumps({"error": {"message": message, "code": code}}).encode(), {}
 
 
 def shout(messages: list[dict[str, str]]) -> str:

@@ -83,7 +83,9 @@ def main() -> None:
     """Measure and compare; goes on where it stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", type=int, default=21, help="of the same thing; half as many are slowed down")
+    parser.add_argument(
+        "--runs", type=int, default=21, help="of the same thing; every second one is followed by a slowed one"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     config = given.out / "config.json"

@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imp
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # no test needs the chunked upload service
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
-os.environ.setdefault("DRAFTERS_CACHE", "/nonexistent")  # what tests measure of a busy machine is kept for nobody
+os.environ.setdefault("DRAFTERS_CACHE", "/nonexistent")  # costs measured on a busy machine are not cached
 
 import ast
 import gc
@@ -19,6 +19,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import nursery
@@ -113,6 +114,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 def features(target: TargetModel) -> Path:
     """The feature stores train/ and heldout/ of ``target``."""
     return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run config of a few steps on them."""
+    return tiny_run.settings(target.name, features, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

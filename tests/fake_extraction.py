@@ -1,6 +1,6 @@
 """Replaces vLLM for data_prep.extraction: transformers' states in the blocks of a cache; requests end in any order.
 
-It takes three random requests a step. FAKE_DIES: it exits before that request. FAKE_REFUSES: it does not load.
+It takes three random requests a step. FAKE_DIES: it exits before that request.
 """
 
 import os
@@ -19,8 +19,6 @@ BLOCK, BLOCKS = 16, 64
 
 class Fake:
     def __init__(self, settings: dict[str, Any]) -> None:
-        if os.environ.get("FAKE_REFUSES"):
-            raise ValueError("no such option")
         print("an engine prints on stdout")
         dtype = getattr(torch, settings["dtype"])
         self.step_tokens = settings["max_num_batched_tokens"]

@@ -1,4 +1,4 @@
-"""Every method on a real GPU: are its tokens the CPU's, are forwards captured, does the memory stand still?
+"""Every method on a real GPU: are its tokens the CPU's, are forwards captured, is the memory constant?
 
     python tests/gpu_exact.py --out exact.json
 

@@ -2,7 +2,7 @@
 
 Repositories live in memory, those of data sets as ``datasets/owner/name``. Like the Hub, it commits small files inline
 and takes ``*.safetensors`` through the LFS batch interface, keeps every commit under its hash, and answers requests for
-files with the headers that fill the client's cache. Whatever it does not know is a 404, so a client that asks for
+files with the headers that fill the client's cache. An unknown request gets a 404, so a client that asks for
 something new fails loudly.
 """
 
@@ -10,9 +10,7 @@ import base64
 import hashlib
 import json
 import re
-import time
 from http.server import BaseHTTPRequestHandler
-from io import BytesIO
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -58,9 +56,7 @@ class HubServer(LoopbackServer):
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}  # LFS objects by sha256
         self.requests: list[str] = []
-        # What happens once to a request that matches, first come first served: a status that is answered, "drop" (the
-        # connection, unheard), "lose" (what was done, its answer), "hang".
-        self.faults: list[tuple[str, int | str]] = []
+        self.faults: list[tuple[str, int]] = []  # a request that matches the first one gets its status, once
         super().__init__(_Handler, hub=self)
         self.endpoint = self.address
 
@@ -90,7 +86,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = self._read_chunks()
-        if self._strikes(f"{method} {path}"):
+        fault = next((each for each in self.hub.faults if re.search(each[0], f"{method} {path}")), None)
+        if fault is not None:
+            self.hub.faults.remove(fault)
+            self._error(fault[1], "as the test wants it")
             return
         path = re.sub("^/api/datasets/", "/api/models/datasets/", path)  # the same interface
         name = r"(?P<repo>(datasets/)?[^/]+/[^/]+)"
@@ -112,23 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
                 handler(**match.groupdict())
                 return
         self._error(404, f"the loopback Hub knows no {method} {path}")
-
-    def _strikes(self, request: str) -> bool:
-        """Whether a fault was met that leaves nothing to do."""
-        fault = next((each for each in self.hub.faults if re.search(each[0], request)), None)
-        if fault is None:
-            return False
-        self.hub.faults.remove(fault)
-        kind = fault[1]
-        if isinstance(kind, int):
-            self._error(kind, "as the test wants it")
-        elif kind == "hang":
-            time.sleep(60)
-        else:
-            self.close_connection = True
-        if kind == "lose":
-            self.wfile = BytesIO()
-        return kind != "lose"
 
     def _read_chunks(self) -> bytes:
         body = b""

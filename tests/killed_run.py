@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,9 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def arm(point: str) -> None:
-    """Let this process die at ``point``; ``seconds:x`` is anywhere."""
+    """Let this process die at ``point``."""
     name, _, value = point.partition(":")
-    if name == "seconds":
-        threading.Timer(float(value), die).start()
-    elif name == "file":  # in the middle of the n-th file of states
+    if name == "file":  # in the middle of the n-th file of states
         save, left = state.save_tensors, [int(value)]
 
         def dying(tensors: Any, path: Path) -> None:
@@ -81,7 +78,7 @@ def kill_and_resume(jobs: str) -> int:
     for job in json.loads(jobs):
         out = Path(job["values"]["out"])
         status = live(job, False, job["point"])
-        if status != -signal.SIGKILL and not (status == 0 and job["point"].startswith("seconds")):
+        if status != -signal.SIGKILL:
             sys.exit(f"{job['point']}: the run ended with {status} instead of a kill")
         resume = run_files.StateFolder(out).latest() is not None
         if not resume:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 FIRST = 1  # the token that gets them
 HEIGHT = 6000.0
-CHANNEL, MARK = 5, 11  # where they stand, and the channel by which the first layer knows the token
+CHANNEL, MARK = 5, 11  # the channel that gets them, and the one that marks the token
 IDS = torch.arange(FIRST, FIRST + 12)[None]
 
 

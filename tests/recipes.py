@@ -1,4 +1,4 @@
-"""The estimates that the recipes in configs/ carry as comments: read them, or write them anew with
+"""The estimates that the recipes in configs/ carry as comments: read them, or rewrite them with
 
     python tests/recipes.py
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from drafters.config import load_config
 from train.configs import schema_of, trained_methods
-from train.preflight.checks import Report
 from train.preflight.command import parse_arguments
-from train.preflight.dry_run import dry_run
+from train.preflight.dry_run import Report, dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = trained_methods()
@@ -46,11 +45,11 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
     assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
     config = load_config(schema_of(file.parent.name), ROOT / arguments.config, arguments.overrides)
     report = dry_run(config, arguments)
-    return report, [PREFIX + part for part in report.short.split("; ")]
+    return report, [PREFIX + part for part in report.short]
 
 
 def main() -> None:
-    """Write all estimates anew."""
+    """Rewrite all estimates."""
     os.chdir(ROOT)
     for file in recipes():
         lines, start, end = lines_of(file)

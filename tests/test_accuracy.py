@@ -29,7 +29,7 @@ def prompt(suite: str, metric: str, turn: int = 1, category: str | None = None, 
         ("She makes 9 * 2 = $18.", True),
         ("so 1,018 - 1,000 is 18.00 dollars", True),
         ("The answer is 18 and not 17", False),
-        ("18, of which -18 are gone", False),
+        ("18, but -18 are gone", False),
         ("I do not know.", False),
         ("It is $-18", False),
     ],
@@ -76,7 +76,7 @@ def test_a_program_passes_by_its_tests_alone(answer: str, right: bool) -> None:
 def test_what_a_solution_has_no_use_for_ends_it(harm: str) -> None:
     """Catches a program that reaches the network, deletes, starts others, or takes the machine's memory or time."""
     assert not passes(harm, seconds=1)
-    assert passes("import math, re, collections, itertools\nprint('seen by nobody')", seconds=1)
+    assert passes("import math, re, collections, itertools\nprint('not shown')", seconds=1)
 
 
 def test_no_program_runs_unless_it_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_two_boosted_cover_more_than_two_alike(
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(boosting, "subprocess", SimpleNamespace(run=here))
-    # Judged on what it was trained on: the held-out store has random dialogues, which nobody can learn.
+    # Judged on what it was trained on: the held-out store has random dialogues, which cannot be learnt.
     opened = boosting.open_inputs
     monkeypatch.setattr(boosting, "open_inputs", lambda run: replace(opened(run), heldout=opened(run).train))
     boost.main(["--config", str(tmp_path / "boost.yaml")])

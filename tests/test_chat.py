@@ -20,7 +20,7 @@ def talk(target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """``talk(lines, *arguments)``: what a conversation prints, in float32."""
 
     def hold(lines: str, *more: str, drafter: str = "speculative") -> str:
-        if drafter == "speculative":  # by the target itself: whatever it drafts is accepted
+        if drafter == "speculative":  # the target is its own draft model: all drafts are accepted
             more = (*more, f"draft_model={target_folder}", "gamma=3")
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         given = ["--target", str(target_folder), "--drafter", drafter, "--dtype", "float32"]
@@ -40,21 +40,6 @@ def test_a_conversation_beside_plain_decoding(talk: Talk) -> None:
     first, second, third = re.findall(r"> (?:What is 2\+2\?|And 2\+3\?)\n(.*?)\n\[\d+ tokens, tau (.*?),", said, re.S)
     assert first[0] == third[0] != second[0]  # /reset forgets
     assert float(first[1]) > 3
-
-
-def test_accepted_drafts_have_their_drafters_colour(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the target's own tokens in a drafter's colour, and a share that is not theirs."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    said = talk("What is 2+2?\n")
-    answer = said.split("What is 2+2?")[1].split("[2m[40 tokens")[0]
-    drafted = "".join(re.findall("\x1b\\[32m(.*?)\x1b\\[0m", answer, re.DOTALL))
-    share = re.search("speculative (\\d+)%", said)
-    assert share
-    assert 65 < int(share[1]) < 80  # three of a step's four tokens; the first of all is the prefill's
-    whole = re.sub("\x1b\\[[0-9;]*m?", "", answer).strip()
-    assert 0 < len(drafted) < len(whole)
-    assert abs(len(drafted) / len(whole) - int(share[1]) / 100) < 0.3  # characters, not tokens
 
 
 def test_the_oldest_turns_are_forgotten_in_a_full_context(talk: Talk) -> None:
@@ -86,16 +71,3 @@ def test_ctrl_c_stops_the_answer_alone(talk: Talk, monkeypatch: pytest.MonkeyPat
     assert "plain decoding" not in stopped
     assert "times as fast" in rest
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_what_does_not_fit_is_refused(talk: Talk, target_folder: Path, tmp_path: Path) -> None:
-    """Catches mistakes found after the first question: a context without room, a target without a template."""
-    with pytest.raises(ValueError, match="--max-new-tokens is 256, .* has a context of 256: give less"):
-        talk("", "--max-new-tokens", "256")
-    with pytest.raises(ValueError, match="unknown key 'gama'; did you mean 'gamma'"):
-        talk("", "gama=4")
-    for file in target_folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(ValueError, match="has no chat template"):
-        talk("", "--target", str(tmp_path))

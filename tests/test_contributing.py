@@ -22,7 +22,7 @@ FILES = (
     "train/step.py",
     "tests/test_step.py",
 )
-# What nobody has told of the new method: the checks before a run, and the benchmark of training.
+# Found without an edit: the checks before a run, and the benchmark of training.
 PROGRAMS = """
 import tiny_run
 
@@ -68,7 +68,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_worked_examples_pass_their_tests(copied: Path) -> None:
-    """Catches a page that promises one file, one config and one test file while the code has moved on."""
+    """Catches a page that says one file, one config and one test file while the code has moved on."""
     style = ["ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", "I001,E402"]
     subprocess.run([sys.executable, "-m", *style, *(copied / name for name in FILES)], check=True)
     options = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-n0", str(copied / "tests")]

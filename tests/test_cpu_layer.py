@@ -22,7 +22,6 @@ from drafters.cpu import layers as cpu_layers
 from drafters.cpu.layers import JoinedLayers, cpu_layer
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model import backend
-from drafters.model.draft_head import quantize_layers
 from drafters.model.fused import FusedLayer
 from drafters.model.layers import AttentionLayer, layer_kind
 from drafters.model.rows import CHAIN, Placed, Rows
@@ -251,22 +250,6 @@ def test_layers_of_heads(kind: str) -> None:
         cache.commit_first([5, 4])
         found.append(target.runner.run(part, [hidden[:, 5:]], cache)[0])
     assert error(found[0], found[1].float()) < 0.01
-
-
-@torch.inference_mode()
-def test_a_head_read_in_int8() -> None:
-    """Catches kernels that go on reading weights of a head that were given up: garbage, or the bf16 ones."""
-    target = TargetModel(model_of("llama", torch.bfloat16))
-    model = model_of("llama", torch.bfloat16)
-    states, found = torch.randn(1, 6, 256).bfloat16(), []
-    for way in ("bf16", "int8", "int8 by torch"):
-        part = target.runner.part([model.model.layers[0]])
-        if way != "bf16":
-            quantize_layers(part, "int8")
-        if way == "int8 by torch":
-            one_by_one(part)
-        found.append(target.runner.run(part, [states], target.new_cache(1, 8, 1))[0])
-    assert error(found[1], found[2].float()) < 0.5 * error(found[2], found[0].float())
 
 
 @torch.inference_mode()

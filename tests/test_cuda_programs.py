@@ -21,6 +21,7 @@ from train.core.config import TrainConfig
 from train.core.optimizer import MasterAdamW
 from train.core.runtime import Ranks
 from train.core.task import make_task
+from train.data.packing import Position
 from train.run import loop
 from train.run.inputs import open_inputs
 from train.run.loop import TrainRun
@@ -75,7 +76,7 @@ def train(kind: str, device: torch.device, target: str, features: Path, out: Pat
     reported: list[Any] = []
     bar = mock.Mock()
     with mock.patch.object(run, "_report", lambda bar, losses, norm, *rest: reported.append((losses, norm))):
-        steps = run.data.steps(run.progress.position)
+        steps = run.data.steps(Position())
         for _ in range(STEPS):
             run._step(steps, bar)
         steps.close()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, VOCAB, WARPS, deviation, toy
-from rigged import EXIT_LAYER, OracleEagle, OracleMedusa, eagle, kangaroo, medusa, perturbed, quiet_depths
+from rigged import OracleEagle, OracleMedusa, eagle, kangaroo, medusa, perturbed, quiet_depths
 from tiny import build
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.methods.kangaroo import KangarooDrafter
 from drafters.methods.medusa import MedusaDrafter
 from drafters.methods.specinfer import SpecInferDrafter
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, TextTokens, kept_ids
@@ -117,7 +116,7 @@ def heads_of(drafter: Drafter) -> list[DraftHead]:
     return within.lm_heads if isinstance(within, MedusaDrafter) else [within.lm_head]
 
 
-def decode(name: str, target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
+def decode(target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
     options: Options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": 1}
     return generate(target, drafter, [prompt(9)], **options)
 
@@ -126,9 +125,9 @@ def decode(name: str, target: TargetModel, drafter: Drafter, temperature: float 
 def test_every_id_in_another_order_drafts_the_same(name: str) -> None:
     """Catches a place among the rows taken for the token: with all tokens listed, in any order, nothing may change."""
     target = target_for(name)
-    whole = decode(name, target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), {}))
+    whole = decode(target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), {}))
     options = {"draft_vocab": target.vocab_size}
-    listed = decode(name, target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), options))
+    listed = decode(target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), options))
     drafts = [[(step.drafted, step.accepted) for step in result.trace.steps] for result in (whole, listed)]
     if name != "spectr":  # it draws its drafts, and the order decides which ones
         assert drafts[0] == drafts[1]
@@ -166,13 +165,13 @@ def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
         return draft
 
     with mock.patch.object(drafter, "propose", checked):
-        result = decode(name, target, drafter, temperature)
+        result = decode(target, drafter, temperature)
     assert sum(seen) > 10
     if drafter.lossless and temperature == 0:
         assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)
 
 
-KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # of which 3 are drafted with, and one of 1 and 2 at a time
+KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # the first 3 are drafted with, and token 1 or 2
 TOYS: dict[str, Make] = {
     "eagle chain": eagle_with("chain", None, depth=3),
     "eagle static": eagle_with("static", None, paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
@@ -204,7 +203,7 @@ def test_the_measurement_sees_a_q_of_the_whole_vocabulary(name: str, monkeypatch
 
 
 def wrongly_spread(head: DraftHead, q: Tensor) -> Tensor:
-    """As if q had been normalised before tokens were left out: a third of its mass lies on those."""
+    """As if q had been normalised before tokens were left out: those have a third of its mass."""
     assert head.ids is not None
     whole = q.new_full((*q.shape[:-1], head.model.vocab_size), 1 / 6)
     return whole.index_copy_(-1, head.ids, q * 2 / 3)
@@ -262,36 +261,6 @@ def test_who_was_met_longest_ago_gives_way() -> None:
     assert known.read(rows) == {3: 6} and len(known) == 4
     assert known.read([[2]]) == {2: 8, 3: 2} and known.read([[]]) == {3: 9}
     assert TextTokens([0, 1], []).read([[5]]) == {}
-
-
-def test_no_row_of_a_batch_goes_without() -> None:
-    """Catches places that all go to the last row of a batch, and a row that was replaced by one that begins as it did
-    (a cascade's, in every step) read, and written, all over again."""
-    rows = [list(range(100 * row, 100 * row + 30)) for row in range(1, 5)]
-    known = TextTokens([0, 1], list(range(2, 10)))
-    known.read(rows)
-    assert [[token for token in row if token in known] for row in rows] == [row[-2:] for row in rows]
-    one = [list(range(100, 120))]
-    known.read(one)
-    one[0] = [*one[0], 7]
-    assert list(known.read(one).values()) == [7] and 119 in known and 112 not in known
-    one[0] = one[0][:4]
-    assert known.read(one) == {}
-
-
-def test_int8_reads_int8() -> None:
-    """Catches a draft_dtype that is accepted and does nothing: a learned head's layers, its ``fc`` and the LM head."""
-    target = target_of("llama")
-    drafter = with_ids(eagle(target, None, "chain"), shuffled(target.vocab_size, 30), {"draft_dtype": "int8"})
-    products = drafter._head.layers[0].layer.products
-    assert len(products) == 4 and all(product.quantized is not None for product in products)
-    assert drafter.lm_head._product.quantized is not None
-    inputs = torch.zeros(1, 1, target.hidden_size), torch.zeros(1, 1, dtype=torch.long)
-    with (
-        mock.patch.object(type(products[0].quantized), "__call__", side_effect=ZeroDivisionError),
-        pytest.raises(ZeroDivisionError),
-    ):
-        drafter._head.enter(*inputs)
 
 
 @pytest.fixture
@@ -371,27 +340,6 @@ def test_damaged_ids_are_refused(ids: Tensor, wrong: str) -> None:
         make_drafter("speculative", target, draft_model=listing(target, ids), draft_vocab=2)
 
 
-def test_the_file_beside_a_draft_model_is_read_strictly(tmp_path: Path) -> None:
-    """Catches a file that is cut off, or holds something else, read as if it were ids."""
-    model = listing(target_of("llama"), shuffled(97, 9))
-    file = Path(str(model.source)) / DRAFT_IDS_FILE
-    for wrong in ({"ids": [1, 2]}, ["1"], [2**80], [1, [2]], None):
-        file.write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match=r"must hold a list of token ids, found .*count them again"):
-            make_drafter("speculative", target_of("llama"), draft_model=model, draft_vocab=2)
-    file.write_text("[1, 2, 3")
-    with pytest.raises(ValueError, match="cannot be read"):
-        make_drafter("speculative", target_of("llama"), draft_model=model, draft_vocab=2)
-
-
-def test_an_old_checkpoint_loads(tmp_path: Path) -> None:
-    """Catches a loader that wants ids of checkpoints that were trained before there were any."""
-    target = target_of("llama", quiet_depths(0.3))
-    kangaroo(target, rigged=True).save_pretrained(tmp_path)
-    drafter = load_drafter(str(tmp_path), target)
-    assert isinstance(drafter, KangarooDrafter) and drafter.exit_layer == EXIT_LAYER and drafter.lm_head.ids is None
-
-
 def resized(target: TargetModel, size: int, noise: float = 0.0) -> TargetModel:
     """A draft model with ``size`` rows in embedding and LM head; rows that the target lacks are likely ones."""
     model = deepcopy(perturbed(target, noise).model) if noise else deepcopy(target.model)
@@ -451,7 +399,7 @@ def test_a_draft_model_of_another_size(name: str, options: Options, more: int) -
 
 
 @SIZES
-@pytest.mark.parametrize("name", [name for name in TOYS if name in MODELS])
+@pytest.mark.parametrize("name", ["speculative", "spectr", "cascade", "ouroboros"])
 @pytest.mark.usefixtures("one_tokenizer")
 def test_output_is_the_targets_beside_a_model_of_another_size(name: str, more: int) -> None:
     """Catches a q that counts what was cut, or spreads it over what the target alone has."""
@@ -460,17 +408,6 @@ def test_output_is_the_targets_beside_a_model_of_another_size(name: str, more: i
     with mock.patch(f"{__name__}.perturbed", lambda *_: model):
         drafter = TOYS[name](target, KEPT, {})
     assert deviation(drafter, WARPS[name == "spectr"]) < LIMIT
-
-
-def test_a_cascade_of_three_sizes(one_tokenizer: None) -> None:
-    """Catches an inner drafter that drafts over its own model's vocabulary, which the loop's target does not have."""
-    target = target_of("llama")
-    inner = {"drafter": "speculative", "draft_model": resized(target, 104), "gamma": 2}
-    drafter = make_drafter("cascade", target, draft_model=resized(target, 90), inner=inner, gamma=4)
-    for temperature in (0.0, 1.0):
-        found = decode("cascade", target, drafter, temperature)
-        assert temperature or rows_of(found)[0] == plain_greedy(target, prompt(9), 24)
-        assert max(step.accepted for step in found.trace.steps) >= 2
 
 
 def test_tokenizers_of_one_family() -> None:

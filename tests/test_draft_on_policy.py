@@ -1,4 +1,4 @@
-"""On-policy text of a draft model's training: whose it is, where it stands, and that a resumed run has the same."""
+"""On-policy text of a draft model's training: which model writes it, its masks, and the same text after a resume."""
 
 import json
 from pathlib import Path

@@ -3,14 +3,10 @@
 import errno
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from data_prep.configs import FeaturesConfig
-from data_prep.extraction.dump import IN_FLIGHT, Background, plan_batches
-from data_prep.store.manifest import plan_shards
-from drafters.config import load_config
+from data_prep.extraction.dump import IN_FLIGHT, Background
 
 
 def test_jobs_run_in_order_and_at_most_two_wait():
@@ -62,20 +58,4 @@ def test_an_error_reaches_the_caller():
     with pytest.raises(KeyboardInterrupt), Background() as background:
         background.submit(lambda: (time.sleep(0.1), done.append("handed over before"))[0])
         raise KeyboardInterrupt
-    assert done == ["after", "handed over before"]
-
-
-LIKE_SHAREGPT = [round(40 * 50 ** (((index * 7919) % 997) / 997)) for index in range(3000)]  # 40 to 2,000, log-uniform
-
-
-def test_padding_at_the_shipped_settings():
-    """Catches batches that waste a tenth of the target's time, or that got so small that a GPU idles."""
-    config = load_config(FeaturesConfig, Path(__file__).parents[1] / "configs" / "features" / "stdlib.yaml")
-    padded = batches = 0
-    for first, last in plan_shards(LIKE_SHAREGPT, config.shard_tokens):
-        lengths = LIKE_SHAREGPT[first:last]
-        for rows in plan_batches(lengths, config.batch_tokens):
-            padded += len(rows) * max(lengths[row] for row in rows)
-            batches += 1
-    assert 1 - sum(LIKE_SHAREGPT) / padded < 0.06
-    assert sum(LIKE_SHAREGPT) / batches > 2000
+    assert done == ["handed over before"]

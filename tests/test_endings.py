@@ -1,7 +1,6 @@
 """Ctrl-C in a program: one true line, status 130, no stack trace, whenever it comes."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -79,7 +78,7 @@ def config(name: str, folder: Path, work: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path) -> None:
     """Catches a stack trace, or an ImportError that the interruption of an import came out as."""
     begun = tmp_path / "begun"
     command = [sys.executable, *COMMANDS[name], *config(name, tmp_path, work)]
@@ -95,33 +94,6 @@ def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path, monkeypa
     assert line.startswith("interrupted; nothing was begun. To start again: python")
     assert line.endswith(command[-1])
     assert not (tmp_path / "out").exists()
-
-
-MEASURING = """
-from pathlib import Path
-from drafters.cli.program import run_program
-from eval import roofline
-from eval.rooflines import parts
-
-def copying(device):
-    Path({begun!r}).touch()
-    return copy_bandwidth(device)
-
-copy_bandwidth, parts.copy_bandwidth = parts.copy_bandwidth, copying
-run_program(roofline.main)
-"""
-
-
-@pytest.mark.slow
-def test_while_it_measures(tmp_path: Path, work: Path) -> None:
-    """Catches a stack trace where the work is under way, and a folder that is left with nothing in it."""
-    begun, program = tmp_path / "begun", tmp_path / "measuring.py"
-    program.write_text(MEASURING.format(begun=str(begun)))
-    command = [sys.executable, str(program), *config("roofline", tmp_path, work)]
-    status, errors = interrupted(command, begun.exists)
-    assert status == 130, errors
-    assert errors.splitlines()[-1].startswith("interrupted; nothing was written; to start again: python")
-    assert "Traceback" not in errors and not (tmp_path / "out").exists()
 
 
 PROGRAM = """
@@ -160,41 +132,6 @@ def test_what_is_kept(name: str, again: str, status: int, line: str) -> None:
     assert done.returncode == status and done.stdout == "closed\n"
     assert done.stderr.startswith(line) and "Traceback" not in done.stderr
     assert time.monotonic() - began < 40
-
-
-def test_two_signals_at_once() -> None:
-    """Catches Python's "Signal 15 ignored due to race condition": a launcher's SIGTERM comes within milliseconds of
-    Ctrl-C, while the main thread is in some kernel and has handled neither."""
-    both = "{signal.SIGINT, signal.SIGTERM}"
-    sent = (
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, {both}); signal.raise_signal(signal.SIGTERM); "
-        f"signal.raise_signal(signal.SIGINT); signal.pthread_sigmask(signal.SIG_UNBLOCK, {both})"
-    )
-    code = PROGRAM.format(name="SIGINT", again="pass").replace("os.kill(os.getpid(), signal.SIGINT)", sent)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-uc", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130 and done.stderr == "interrupted; three shards are kept\n"
-
-
-def test_a_signal_that_another_thread_takes() -> None:
-    """Catches a main thread that sleeps on: gloo's threads take every third Ctrl-C, and only it runs handlers."""
-    taken = "threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()"
-    code = PROGRAM.format(name="SIGINT", again="pass").replace("os.kill(os.getpid(), signal.SIGINT)", taken)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-uc", code], env=environment, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 130 and done.stderr == "interrupted; three shards are kept\n"
-
-
-@pytest.mark.slow
-def test_the_error_under_deepspeed(tmp_path: Path, work: Path) -> None:
-    """Catches a mistyped key that ends in a stack trace or without a message."""
-    arguments = [*config("eagle", tmp_path, work), "stepz=3"]
-    command = ["deepspeed", *COMMANDS["eagle"], *arguments]
-    environment = tiny_run.environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 1
-    assert "exits with return code = 1" in done.stdout  # the launcher's own
-    assert re.search(r"^error: .*unknown key 'stepz'; did you mean 'steps'\?$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_five_per_cent_are_found(quick: None) -> None:
 
 def test_runs_that_differ_on_all_prompts_alike(quick: None) -> None:
     """Catches a certainty that prompts cannot give: in each run every method is a little faster or slower throughout,
-    as processes are, and the machine is half as fast in some."""
+    as processes are, and the machine runs at half its speed in some."""
     generator = np.random.default_rng(5)
 
     def drifting(seed: int) -> Read:

@@ -41,8 +41,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "engines": [
             {"label": "lives", "engine": "vllm", **FAKE},
             *({"label": f"dies {gamma}", "engine": "vllm", "gamma": gamma, **FAKE} for gamma in [*ENDS, 97]),
-            {"label": "laid out anew", **llama},
-            {"label": "must be laid out anew", **llama, "repack": True},
+            {"label": "repacked", **llama},
+            {"label": "must be repacked", **llama, "repack": True},
         ],
         "patience": 4,
         "stock_generate": False,
@@ -76,7 +76,7 @@ def test_an_engine_that_dies_has_no_figures(gamma: int, finished: tuple[Path, di
 def test_the_others_go_on(finished: tuple[Path, dict[str, Any]]) -> None:
     """Catches a failure that takes the rows of the living with it."""
     _, report = finished
-    assert [row["drafter"] for row in report["rows"]] == ["autoregressive", "lives", "laid out anew"]
+    assert [row["drafter"] for row in report["rows"]] == ["autoregressive", "lives", "repacked"]
     assert [row["new_tokens"] for row in report["rows"][1:]] == [8, 8]
 
 
@@ -84,6 +84,6 @@ def test_llama_cpp_goes_on_without_repacked_weights(finished: tuple[Path, dict[s
     """Catches a fall-back that the report keeps quiet about, or that overrules what the entry asks for."""
     folder, report = finished
     without = "repacked weights, because with them it crashes here"
-    assert report["environment"]["engines"]["laid out anew"]["without"] == without
+    assert report["environment"]["engines"]["repacked"]["without"] == without
     assert f"without {without}" in (folder / "out" / "report.md").read_text()
     assert "without" not in report["environment"]["engines"]["lives"]

@@ -17,7 +17,6 @@ import eval.engine_workers
 import eval.engines
 from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
-from eval.entries import EngineEntry
 from eval.measure.runner import Limits
 from eval.measure.worker import Worker, WorkerError, question, steps_of, worker_method
 from eval.report.sections import differences
@@ -93,7 +92,7 @@ def test_differences_are_in_standard_errors() -> None:
     one, other = ({"n_alpha": [0.5, rate], "steps": 1000} for rate in (0.5, 0.6))
     first, second = differences(one, other)
     assert first == 0
-    assert second == pytest.approx(0.1 / (0.25 / 500 + 0.24 / 500) ** 0.5, rel=0.01)  # 500 steps come to depth 2
+    assert second == pytest.approx(0.1 / (0.25 / 500 + 0.24 / 500) ** 0.5, rel=0.01)  # 500 steps reach depth 2
 
 
 def test_steps_are_put_together_from_commits_and_verifications() -> None:
@@ -148,23 +147,5 @@ def test_workers_need_nothing_of_ours() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, file.name
-            own = [name for name in names if name.startswith(("eval", "data_prep"))]
-            assert all(name.startswith(("eval.engine_workers", shared)) for name in own)
-    for package in ("eval", "data_prep", "data_prep/common"):  # they are imported on the way
-        assert len(ast.parse((ROOT / package / "__init__.py").read_text()).body) == 1
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"engine": "vllm", "method": "eagle"}, "checkpoint and method eagle go together"),
-        ({"engine": "vllm", "draft_model": "x"}, "draft_model and method draft_model go together; method is plain"),
-        ({"engine": "llama_cpp"}, "llama_cpp takes gguf and method plain or prompt_lookup"),
-        ({"engine": "vllm", "gguf": "x.gguf"}, "gguf, gguf_type and repack are options of llama_cpp"),
-        ({"engine": "vllm", "min_ngram": 4}, "min_ngram is 4, more than max_ngram 3"),
-    ],
-)
-def test_entries_that_no_engine_can_run_are_refused(entry: dict[str, Any], message: str) -> None:
-    """Catches a mistake that shows only when minutes of loading are over."""
-    with pytest.raises(ValueError, match=message):
-        EngineEntry.model_validate({"label": "E", **entry})
+            assert all(name.startswith("eval.engine_workers") for name in names if name.startswith("eval"))
+    assert len(ast.parse((ROOT / "eval" / "__init__.py").read_text()).body) == 1  # it is imported on the way

@@ -79,7 +79,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a first part that itself needs mending on the day a GPU is there."""
+    """Catches a fault in the first part, which would cost time on a rented GPU."""
     few = {name: gpu_exact.METHODS[name] for name in ("autoregressive", "kangaroo")}
     monkeypatch.setattr(gpu_exact, "METHODS", few)
     monkeypatch.setattr(gpu_exact, "PROMPTS", gpu_exact.PROMPTS[:1])

@@ -18,7 +18,6 @@ import eval.pages
 import eval.speed
 from data_prep.dialogues.encoding import load_tokenizer
 from drafters.loop.trace import Step, Trace
-from eval.measure import journal
 from eval.measure.runner import Outcome, Run
 from eval.prompts.prompts import Prompt
 from eval.report.html import html
@@ -28,7 +27,6 @@ from eval.report.texts import make_texts, pieces, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
 SHOWN = "\u05e9\u05dc\u05d5\u05dd {{ 7 * 7 }} & \u202eenod\u202c \x00\x1b[31m\x7f\u200b\u2028" + "x" * 100_000
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Letters:
@@ -42,7 +40,7 @@ class Letters:
 
 
 def run_of(method: str, tokens: list[int], accepted: list[int], temperature: float = 0.0, source: str = "") -> Run:
-    """A run whose steps accepted so many draft tokens; the last one is cut to the tokens that there are."""
+    """A run with these accepted draft tokens per step; the last step is cut to the tokens left."""
     left, steps = len(tokens) - 1, []
     for each in accepted:
         steps.append(Step(0, each, each, each, min(each + 1, left), source=source if each else ""))
@@ -165,14 +163,3 @@ def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monke
     (tmp_path / "measurements.jsonl").write_text("".join([*lines[:-1], '{"end": {"prompts": []}}\n']))
     with pytest.raises(ValueError, match="is of another version of eval.speed .KeyError"):
         eval.pages.main([str(tmp_path)])
-
-
-def test_a_journal_that_was_ended_goes_on(finished: Path, tmp_path: Path) -> None:
-    """Catches a kill between the journal's end and the report: the end would stand in the middle of the next one."""
-    lines = [json.loads(line) for line in (finished / "measurements.jsonl").read_text().splitlines()]
-    facts, identity = lines[0]["environment"], lines[0]["identity"]
-    opened = journal.RunJournal(tmp_path, identity, facts, lambda *_: ["autoregressive", "prompt_lookup"])
-    shutil.copy(finished / "measurements.jsonl", opened.path)
-    with opened:
-        assert len(opened.runs) == len(lines) - 2
-    assert not [line for line in opened.path.read_text().splitlines() if journal.END in json.loads(line)]

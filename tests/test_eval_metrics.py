@@ -66,7 +66,7 @@ def trace_of(count: int) -> Trace:
         ([7] + list(range(100, 110)) * 2 + list(range(100, 109)), False),  # not quite three turns
         (list(range(32)) * 3, True),
         (list(range(33)) * 3, False),  # a longer cycle than the definition takes
-        ([9] * 40 + [1], False),  # it stopped by itself
+        ([9] * 40 + [1], False),  # it stopped before the limit
         ([4, 5] * 20 + [4], True),  # ends in the middle of a turn
         ([], False),
         (list(range(64)), False),
@@ -77,7 +77,7 @@ def test_loop_definition(tokens: list[int], loops: bool) -> None:
     assert ends_in_loop(tokens) is loops
 
 
-def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
+def test_methods_alternate_within_a_prompt_and_pools_are_emptied() -> None:
     """Catches one method running over all prompts before the next, and drafters kept from one round to the next."""
     calls: list[tuple[str, int]] = []
     builds: list[float] = []
@@ -114,29 +114,6 @@ def test_the_journal_holds_all_of_every_run() -> None:
     runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5, expected=Expected(2, 3.0, 2.5, "x"))
     lines = [json.dumps(journal_line(run, PROMPTS[run.prompt])) for run in runs]
     assert [run_from_line(json.loads(line)) for line in lines] == runs
-
-
-def test_a_rounds_drafters_are_released_before_the_next() -> None:
-    """Catches two rounds' drafters, with their weights and caches, in memory at once."""
-    alive = 0
-
-    class Held:
-        def __init__(self) -> None:
-            nonlocal alive
-            alive += 1
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-        def __call__(self, ids: list[list[int]], seed: int, most: int) -> Outcome:
-            return Outcome([1, 2], 0.0, 0.1, trace_of(1))
-
-    def make(temperature: float, batch: int) -> dict[str, Method]:
-        assert not alive
-        return {"m": Held()}
-
-    assert len(list(measure(make, PROMPTS[:2], PROMPTS[4:], [0.0, 1.0], 3, Limits(8)))) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([4, 1, 5], "after EOS"), ([4] * 9, "9 new tokens"), ([], "0 new")])
@@ -177,7 +154,7 @@ def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
 
 
 def test_medians_pair_the_rounds() -> None:
-    """Catches the median time of each method taken apart: of another round each, which nobody ran side by side.
+    """Catches the median time of each method taken apart: of rounds that were not run side by side.
 
     By hand, with 10 tokens: seconds of the method 1, 2, 9 and of plain decoding 2, 8, 10; ratios 2, 4, 10/9, so the
     first round is the median one; taken apart it would be 8 / 2 = 4. On the other prompt, with 20 tokens, it is the
@@ -225,7 +202,7 @@ def test_every_figure_of_the_steps_by_hand() -> None:
     ]
     assert acceptance(runs, set()) == {
         "tau": pytest.approx(6 / 4),  # of forwards, not of steps
-        "tau_ci": (pytest.approx(4 / 3), pytest.approx(2)),  # of prompts drawn anew: twice the one, twice the other
+        "tau_ci": (pytest.approx(4 / 3), pytest.approx(2)),  # of resampled prompts: twice the one, twice the other
         "tau_by_prompt": pytest.approx((4 / 3 + 2) / 2),  # a long answer counts as a short one
         "tau_without_loops": pytest.approx(6 / 4),
         "ctar": [pytest.approx(2 / 3), pytest.approx(1 / 3)],  # more than 1, more than 2 tokens
@@ -359,26 +336,10 @@ def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
     assert Scores(target, ids).perplexity(runs) == {"perplexity": pytest.approx(expected, rel=1e-4)}
 
 
-def test_what_is_alike_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches outputs scored behind another's tokens, one that is the beginning of another, and a prompt that goes
-    through the target once for every method: of a long suite the report took longer than some of its methods."""
-    target = TargetModel(build("llama"))
-    outputs = [[12, 13, 14, 15], [12, 13, 9], [12, 13], [3], [12, 13, 14, 15, 16]]
-    runs = [placed(Outcome(tokens, 0, 1), 0, 1) for tokens in outputs]
-    alone = [Scores(target, [[5, 6, 7]]).perplexity([run])["perplexity"] for run in runs]
-    rows: list[int] = []
-    real = target.run
-    monkeypatch.setattr(target, "run", lambda ids, *more: rows.append(ids.shape[1]) or real(ids, *more))  # type: ignore[func-returns-value]
-    together = Scores(target, [[5, 6, 7]], [(0, run.tokens) for run in runs])
-    assert [together.perplexity([run])["perplexity"] for run in runs] == pytest.approx(alone, rel=1e-5)
-    # The prompt but for its last token; 3; 12, 13; 9; 14, 15; 16: each with the token before it.
-    assert rows == [2, 1, 2, 1, 2, 1]
-
-
 def test_tau_by_context_worked_by_hand() -> None:
     """Catches the prefill's token, or the step's own, counted wrongly, bins off by one, and tau of a handful of steps.
 
-    Prompts of 10 tokens, and one from the prefill: 11 stand before the first step, 16 before the first of two tokens,
+    Prompts of 10 tokens, and one from the prefill: 11 precede the first step, 16 before the first of two tokens,
     56 before the first of three. Of three such runs the bins from 8 and from 64 on have fewer than 20 steps.
     """
     run = make_run(0, 60, 1.0, (1,) * 5 + (2,) * 20 + (3,) * 5)

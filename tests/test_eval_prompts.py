@@ -206,17 +206,3 @@ def test_prompts_have_the_length_that_is_wanted(tmp_path: Path) -> None:
     assert prompts.describe()["context"] == {"tokens": 60, "files": str(file)}
     assert [p.ids for p in long_prompts(file, 60, count=4).measured] == [p.ids for p in prompts.measured]
     assert [p.id for p in load(file, warmup=2, count=4).measured] == [p.id for p in prompts.measured]
-
-
-def test_a_length_that_cannot_be_had_is_said_with_both_numbers(tmp_path: Path) -> None:
-    """Catches a report on "8k" over prompts of 300 tokens, and one whose prompts leave no room for the answer."""
-    file = write(tmp_path / "p.jsonl", [sharegpt(f"w{i}", "w1") for i in range(10)])
-    with pytest.raises(ValueError, match="context_tokens is 91, .* 10 of them for max_new_tokens; give at most 90"):
-        long_prompts(file, 91)
-    with pytest.raises(ValueError, match="context_tokens is 90, but the dialogues of .*p.jsonl fill only 23"):
-        long_prompts(file, 90, count=3)
-    questions_alone = write(tmp_path / "q.jsonl", [{"turns": [f"w{i}"]} for i in range(10)])
-    with pytest.raises(ValueError, match="q.jsonl has spec-bench's format, without dialogues"):
-        long_prompts(questions_alone, 50)
-    with pytest.raises(ValueError, match="no prompt file at .*none"):
-        long_prompts(file, 50, context_file=tmp_path / "none")

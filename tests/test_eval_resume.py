@@ -30,7 +30,7 @@ PROMPTS = 3
 
 
 class Killed(BaseException):
-    """Ends a run where it stands, as kill -9 does: nobody catches it."""
+    """Ends a run at once, as kill -9 does: no handler catches it."""
 
 
 def run_of(method: str, prompt: int = 0) -> Run:
@@ -79,7 +79,7 @@ def killed_after(
     *overrides: str,
     by: type[BaseException] = Killed,
 ) -> BaseException:
-    """Run until so many runs are in the journal, and no further; what came out."""
+    """Run until the journal has ``runs`` runs. Return the exception that ended it."""
     left = runs
 
     def count(self: journal.RunJournal, run: Run, *prompts: Any) -> None:
@@ -221,7 +221,7 @@ def test_a_torn_journal_keeps_its_whole_prompts(
     tmp_path: Path, keep: Callable[[list[bytes]], list[bytes]], left: list[int]
 ) -> None:
     """Catches a journal that cannot be read after a power cut, half a line with the next run glued to it, and a prompt
-    of which some methods were timed before the kill and others after it."""
+    with some methods timed before the kill and others after it."""
     path = write_prompts(tmp_path, {"config": {"seed": 0}}, 0, 1, 2)
     path.write_bytes(b"".join(keep(path.read_bytes().splitlines(keepends=True))))
     with opened(tmp_path, {"config": {"seed": 0}}) as again:
@@ -246,23 +246,6 @@ def test_runs_of_another_kind_are_never_mixed(
     assert len(journalled(config)) == PROMPTS * len(METHODS)
     assert [part.get("runs") for part in report(config)["environment"]["parts"]] == [len(METHODS), None]
     assert not list((tmp_path / "out").glob("measurements.unfinished.*"))
-
-
-def test_ctrl_c_says_what_is_kept_and_what_goes_on(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a last line that promises more, or less, than the next run finds."""
-    monkeypatch.setattr(journal, "command", lambda: "python -m eval.speed --config c.yaml")
-    quick = ("temperatures=[0.0]", "max_new_tokens=4")
-    kept = killed_after(len(METHODS) + 2, config, monkeypatch, *quick, by=KeyboardInterrupt).args[0]
-    (path,) = (tmp_path / "out").glob("measurements.unfinished.*.jsonl")
-    assert kept == f"4 runs, of complete prompts, are kept in {path}; to resume: python -m eval.speed --config c.yaml"
-    with opened(tmp_path, {}) as empty:
-        assert empty.kept().startswith("no prompt is complete yet; ")
-    write_prompts(tmp_path, {}, 0)
-    with opened(tmp_path, {}) as done:
-        done.finish()
-        assert done.kept().startswith(f"report.json and measurements.jsonl in {tmp_path} are complete; ")
 
 
 @pytest.mark.parametrize("other", ["host", "commit", "code", "files", "cpu_cores", "versions", "threads"])
@@ -311,7 +294,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9_loses_no_whole_prompt(config: dict[str, Any], tmp_path: Path) -> None:
-    """Catches runs that stand in a buffer when the process dies: the journal holds them at once."""
+    """Catches runs that are still buffered when the process dies: each is written to the journal at once."""
     quick = ("rounds=3", "temperatures=[0.0]")
     path = tmp_path / "speed.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -1,17 +1,14 @@
 """python -m eval.roofline: a whole run at a tiny shape, the arithmetic of its ratios, and what it refuses."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from programs import status
 
-from drafters.model import loading
 from eval import roofline
 from eval.rooflines import shapes
-from eval.rooflines.parts import add_ratios, copy_bandwidth, read_bandwidth, scaled
+from eval.rooflines.parts import add_ratios, scaled
 
 SMALL = ["context=24", "new_tokens=12", "rounds=1", "rows=[1,3]", "dtype=float32", "threads=1"]
 
@@ -77,27 +74,3 @@ def test_profiles_are_scaled_to_a_tau(tau: float) -> None:
     assert total == pytest.approx(tau, abs=1e-4)
     with pytest.raises(ValueError, match="no power"):
         scaled([0.5], 3, 4.5)
-
-
-@pytest.mark.parametrize("measure", [copy_bandwidth, read_bandwidth])
-def test_bandwidth(measure: Callable[..., float]) -> None:
-    """Catches bytes counted in elements, or one direction only: no memory here moves under 0.1 or over 5,000 GB/s."""
-    assert 1e8 < measure(torch.device("cpu"), tries=3) < 5e12
-
-
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches hours of loading before a wrong name, and memory that runs out half way."""
-    cases = [
-        (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
-        (["--shape", "llama-5m", "rounds=2"], "rounds: an even number"),
-        (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
-        (["--shape", "llama-5m", "eagle_tau=7"], "no power of the profile"),
-    ]
-    for arguments, message in cases:
-        assert status(roofline.main, *arguments, f"out={tmp_path / 'x'}") == 1
-        assert __import__("re").search(message, capsys.readouterr().err)
-    monkeypatch.setattr(loading, "SMALL", 0)
-    monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 20)
-    assert status(roofline.main, "--shape", "llama-7b", "dtype=bfloat16", f"out={tmp_path / 'x'}") == 1
-    assert "its weights need 13.5 GB" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()

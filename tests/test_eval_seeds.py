@@ -31,7 +31,7 @@ def report(taus: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def test_intervals_worked_by_hand(tmp_path: Path) -> None:
-    """Catches the normal's quantile in place of Student's, half as wide at three seeds, a deviation that is not divided
+    """Catches the normal's quantile in place of Student's, a deviation that is not divided
     by the seeds, and differences that are not taken seed by seed.
     """
     (tmp_path / "report.json").write_text(json.dumps(report({"paper": [2.0, 3.0, 4.0], "ours": [2.2, 3.3, 4.4]})))

@@ -1,12 +1,10 @@
 """transformers' own generate, plain and accelerated, under the loop's counts."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import candidate_generator
 
 from drafters import TargetModel
 from drafters.loop.call import eos_ids
@@ -88,27 +86,3 @@ def test_the_tokens_of_the_first_forward_are_the_prefills(pair: tuple[TargetMode
     everything = stock_method(target, 0.0, Limits(4), assisted(9), target)([IDS], 0)
     assert everything.first_tokens == len(everything.tokens) == 4
     assert everything.decode_seconds < everything.prefill_seconds
-
-
-def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
-    pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches settings that never reach generate, so that the row is plain generate under another name."""
-    target, _ = pair
-    made: list[tuple[int, int]] = []
-    kind = candidate_generator.PromptLookupCandidateGenerator
-    begin = kind.__init__
-
-    def noted(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **options)
-        made.append((self.num_output_tokens, self.max_matching_ngram_size))
-
-    monkeypatch.setattr(kind, "__init__", noted)
-    ids = [5, 6, 7, 8] * 4
-    plain = stock_method(target, 0.0, Limits(12))([ids], 0).tokens
-    for entry in (
-        StockEntry(label="l", prompt_lookup_num_tokens=3),
-        StockEntry(label="l", prompt_lookup_num_tokens=5, max_matching_ngram_size=4),
-    ):
-        assert stock_method(target, 0.0, Limits(12), entry)([ids], 0).tokens == plain
-    assert made == [(3, 2), (5, 4)]

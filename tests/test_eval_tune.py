@@ -135,20 +135,3 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert seen == ["2-window"] and again["stages"][0] == first["stages"][0]
     assert {row["value"] for row in again["stages"][0]["values"]} == {1, 2, 3}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"drafters": [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]}, "found 2"),
-        ({"knobs": {"gama": [1, 2]}, "start": {}}, "gama"),
-        ({"knobs": {"gamma": [0, 1]}, "start": {}}, "gamma"),
-    ],
-)
-def test_bad_searches_are_refused(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    """Catches a search that fails in its third knob, hours later, and a traceback instead of a line."""
-    assert run(config | changes, tmp_path) == 1
-    assert message in capsys.readouterr().err
-    assert not list((tmp_path / "out").glob("*/report.json"))

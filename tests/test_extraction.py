@@ -3,24 +3,20 @@
 The engine is tests/fake_extraction.py, and vLLM itself in tests/test_vllm.py where that is installed.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from fake_extraction import Fake
 from test_features import run, write_config
 
-from data_prep import throughput
 from data_prep.extraction import process, stores, worker
 from data_prep.extraction.shards import Job
 from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
-from data_prep.store.writer import StoreWriter
 
 
 class Here:
@@ -105,41 +101,3 @@ def test_what_died_goes_on(apart, monkeypatch):
     run(here)
     assert {file: file.stat().st_mtime_ns for file in done} == done
     assert_same(here)
-
-
-def test_a_shard_that_cannot_be_written(here, monkeypatch):
-    """Catches a dump that waits for ever for its last shard, and a reason that is lost."""
-    monkeypatch.setattr(StoreWriter, "write", mock.Mock(side_effect=OSError("no space left")))
-    with pytest.raises((ValueError, OSError), match="no space left"):
-        run(here)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("device=cpu", "device is 'cpu', but vLLM uses all visible GPUs"),
-        ("device_map=auto", "device_map is 'auto'.*tensor_parallel_size"),
-        ("vllm.python=none", r"not installed, no file none; run make \.venv-vllm/\.installed"),
-        ('vllm.options={"enable_lora": true}', "enable_lora: .*merge the adapter"),
-        ('vllm.options={"max_model_len": 99}', "max_model_len: give max_length"),
-        ("dtype=float8", "dtype.*float8"),
-        ("heldout_answers=own", "this process does not load the target to write them"),
-        ("vllm.python=pyproject.toml", "pyproject.toml cannot be started"),
-    ],
-)
-def test_mistakes_are_found_at_the_start(apart, override, message):
-    """Catches what shows only when a large target has been loaded for minutes."""
-    with pytest.raises(ValueError, match=message):
-        run(apart, override)
-    assert not list((apart.parent / "out").rglob("*.safetensors"))
-
-
-def test_throughput_beside_our_own_dump(here, capsys):
-    """Catches the one side measured twice, and loading within the clock."""
-    out = here.parent / "throughput.json"
-    throughput.main(["--config", str(here), "--rounds", "2", "--out", str(out)])
-    result: dict[str, Any] = json.loads(out.read_text())
-    assert len(result["dump_seconds"]) == len(result["vllm_seconds"]) == 2
-    assert result["ratio"] == pytest.approx(sum(result["ratios"]) / 2)
-    assert "dump by vLLM" in capsys.readouterr().out
-    assert not list((here.parent / "out").rglob("*"))

@@ -70,7 +70,9 @@ def build(family: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
     for name, weights in model.named_parameters():
-        if weights.dim() == 1 and name.endswith("weight"):  # norms start at one and biases at zero: nobody would see
+        if weights.dim() == 1 and name.endswith(
+            "weight"
+        ):  # norms start at one and biases at zero, where a fault is unseen
             weights.data.uniform_(0.5, 1.5)
         elif weights.dim() == 1:
             weights.data.normal_(0, 0.3)
@@ -144,11 +146,10 @@ def test_targets_are_refused_with_a_reason(family: str) -> None:
         TargetModel(build(family, changes), name=family)
 
 
-SGLANG = {"apertus", "ernie4_5", "exaone4", "glm4", "gpt_oss", "llama", "ministral3", "mistral", "phi3"}
-SGLANG |= {"qwen2", "qwen3", "qwen3_moe"}
+SGLANG = {"glm4", "gpt_oss", "llama", "mistral", "qwen2", "qwen3"}
 # hidden_size is heads times head_dim, which the official code wants, but for the last one.
-WIDTHS: list[tuple[str, dict[str, Any]]] = [(family, HEADS[family] | WIDE) for family in HEADS]
-WIDTHS += [("gpt_oss", NO_HEADS["gpt_oss"][0] | WIDE), ("qwen3", {})]
+WIDTHS: list[tuple[str, dict[str, Any]]] = [("gpt_oss", NO_HEADS["gpt_oss"][0] | WIDE), ("qwen3", {})]
+WIDTHS += [(name, HEADS[name] | WIDE) for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "glm4", "olmo2")]
 
 
 @pytest.mark.parametrize(("family", "changes"), WIDTHS)

@@ -23,17 +23,13 @@ from programs import refused
 from data_prep import features
 from data_prep.common import disk
 from data_prep.common import target as loading
-from data_prep.common.ranks import Rank
-from data_prep.configs import FeaturesConfig
+from data_prep.dialogues import loss_mask
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
-from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.extraction import stores
+from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
 from data_prep.extraction.dump import FORWARD_COST, plan_batches
 from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters.model.target import TargetModel
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def write_data(path: Path, count: int, first: int = 0, extra: list[str] | None = None) -> Path:
@@ -227,25 +223,6 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path, target_folder, capsys)
     assert len(FeatureStore.open(tmp_path / "out" / "train")) == 80
 
 
-def test_verify_names_the_bad_shards(tmp_path, target_folder, capsys, monkeypatch):
-    """Catches a flipped byte that only training would notice, a check that stops at the first split, or that writes."""
-    config = write_config(tmp_path, target_folder, exit_layers=[])
-    with refused(r"no feature store at .*heldout.*\n.*no feature store at .*train"):
-        run(config, "--verify")
-    assert not (tmp_path / "out").exists()
-    run(config)
-    capsys.readouterr()
-    monkeypatch.setattr(stores, "load_tokenizer", None)  # the check needs no target
-    run(config, "--verify")
-    assert capsys.readouterr().out.count("is as it was written: ") == 2
-    shard = tmp_path / "out" / "train" / "shard-00001.safetensors"
-    data = shard.read_bytes()
-    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with refused(r"content of shard-00001\.safetensors is not what was written"):
-        run(config, "--verify")
-    assert "heldout is as it was written" in capsys.readouterr().out
-
-
 def test_a_chat_template_from_a_file(tmp_path, target_folder):
     """Catches a template file that is ignored, or that changes the store without changing its template_hash."""
     bare = tmp_path / "bare"
@@ -313,32 +290,3 @@ def test_tokenizer_hash():
     assert tokenizer_hash(one) == tokenizer_hash(byte_level(None, CHATML_SPECIALS, None, "<|im_end|>"))
     assert tokenizer_hash(one) != tokenizer_hash(byte_level(CHATML, CHATML_SPECIALS, None, "<|endoftext|>"))
     assert tokenizer_hash(one) != tokenizer_hash(byte_level(CHATML, ["<a>", *CHATML_SPECIALS[1:]], None, "<|im_end|>"))
-
-
-def test_a_target_over_several_gpus_is_one_process_a_machine():
-    """Catches two processes that both fill all of a machine's GPUs, and a device map that never reaches the target."""
-    settings = {"target": "nowhere", "splits": {"train": "a"}, "out": "b", "device_map": "auto"}
-    config = FeaturesConfig(**settings)
-    with refused("start one process a machine"):
-        loading.load_target(config.target, config, Rank(1, 2, local=1))
-    with refused("device 'cpu' and device_map 'auto' are both given"):
-        loading.load_target(config.target, config.model_copy(update={"device": "cpu"}), Rank())
-    with mock.patch.object(TargetModel, "from_pretrained") as load:
-        loading.load_target(config.target, config, Rank(1, 2, local=0))
-    assert load.call_args.kwargs == {"device_map": "auto"} and load.call_args.args[2] is None
-
-
-def test_families_without_heads_are_refused_before_the_target_runs(tmp_path, target_folder, monkeypatch):
-    """Catches hours of features for a head that cannot be trained on them: Gemma scales what its embedding gives."""
-    config = json.loads((target_folder / "config.json").read_text())
-    other = tmp_path / "gemma"
-    shutil.copytree(target_folder, other)
-    (other / "config.json").write_text(json.dumps(config | {"model_type": "gemma", "architectures": None}))
-
-    def never(*arguments, **options):
-        raise AssertionError("the target was loaded")
-
-    monkeypatch.setattr(TargetModel, "from_pretrained", never)
-    for exit_layers in ([2], []):
-        with refused("no learned head can be made .* 'gemma'"):
-            run(write_config(tmp_path, other, exit_layers=exit_layers))

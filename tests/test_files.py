@@ -9,7 +9,7 @@ from drafters.common.files import replace_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a full disk that leaves half a file, no file, or a temporary one behind; or nobody told which file."""
+    """Catches a full disk that leaves half a file, no file, or a temporary one behind, or does not say which file."""
     file = tmp_path / "state.json"
     replace_text(file, "öld")
     assert file.read_text(encoding="utf-8") == "öld"

@@ -66,15 +66,15 @@ def both(drafter: Drafter, given: dict[str, Tensor], **options: Any) -> tuple[Te
 @pytest.mark.parametrize("options", [{}, PENALTIES], ids=["plain", "penalties"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_is_stock_generates(family: str, options: dict[str, Any]) -> None:
-    """Catches processors that see another row's text, none, or one token more or less; padding taken for text; and a
+    """Catches processors that see another row's text, none, or of a wrong length; padding taken for text; and a
     forced EOS at another length."""
     stock, ours = both(speculative(family), padded(), **options, forced_eos_token_id=1)
     torch.testing.assert_close(ours, stock)
 
 
 def test_trees_and_rows_one_at_a_time() -> None:
-    """Catches the path to a node taken in a tree from its neighbour, and a batch of which the drafter takes one row
-    at a time judged by the first row's text: here by the padding, and by what each may say."""
+    """Catches the path to a node taken in a tree from its neighbour, and a batch that is decoded row by row
+    and judged by the first row's text: here by the padding, and by what each may say."""
     target = target_of("llama")
     allowed = [list(range(first, tiny.VOCAB_SIZE, 2)) for first in (0, 1, 0)]
     options = PENALTIES | {"prefix_allowed_tokens_fn": lambda row, text: allowed[row]}

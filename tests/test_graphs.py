@@ -93,7 +93,7 @@ def test_batches_on_graphs() -> None:
 
 
 def test_memory_and_graphs_are_used_again() -> None:
-    """Catches a cache allocated, or a forward captured, anew for every prompt; and one cache lent out twice."""
+    """Catches a cache allocated, or a forward captured, for every prompt again; and one cache lent out twice."""
     _, target = targets("llama")
     drafter = eagle(target, None, "static")
     generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=NO_EOS)
@@ -129,7 +129,7 @@ def test_paddings() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: CUDA graphs cannot be captured")
 def test_no_allocation_in_the_steady_state() -> None:
-    """Catches memory asked of the device in a step: the allocator's segments must stand still."""
+    """Catches memory asked of the device in a step: the number of the allocator's segments must not change."""
     _, target = targets("llama")
     drafter = eagle(target, None, "static")
     for _ in range(2):

@@ -20,6 +20,7 @@ from drafters.model import cache as kv_cache
 from drafters.model import linear
 from drafters.model.cache import KVCache, Storage
 from drafters.model.draft_head import DraftHead
+from drafters.model.fused import attend_by_products
 from drafters.model.graphs import GraphRunner
 from drafters.model.rows import CHAIN, Placed
 
@@ -93,7 +94,7 @@ def test_memory_that_is_short_for_one_graph(gpu: SimulatedCuda, monkeypatch: pyt
 
 
 def test_a_cache_that_is_large_enough_is_used_again(gpu: SimulatedCuda) -> None:
-    """Catches everything captured anew with each longer question, and then again with a shorter one."""
+    """Catches everything captured again with each longer question, and then with a shorter one."""
     target = on_gpu()
     large = target.new_cache(1, 3000)
     storage = large.storage
@@ -107,7 +108,7 @@ def test_a_cache_that_is_large_enough_is_used_again(gpu: SimulatedCuda) -> None:
 
 
 def test_free_caches_make_room(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches "a cache needs ..." while caches that nobody uses, and graphs captured with them, hold the memory."""
+    """Catches "a cache needs ..." while unused caches, and graphs captured with them, hold the memory."""
     target = on_gpu()
     drafter = make_drafter("autoregressive", target)
     expected = decoded(target, drafter)
@@ -129,7 +130,7 @@ def test_free_caches_make_room(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPat
 
 
 def test_attention_on_cuda(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches cuDNN's attention, which plans anew for every length, and a bias whose first value is not aligned."""
+    """Catches cuDNN's attention, which makes a plan for every length, and a bias whose first value is not aligned."""
     target = on_gpu("fused")
     seen: list[list[SDPBackend]] = []
     biases: list[torch.Tensor] = []
@@ -163,3 +164,17 @@ def test_int8_is_not_drafted_with(gpu: SimulatedCuda, caplog: Any) -> None:
     whole = DraftHead(target, None, "int8")
     assert whole._product is None
     assert linear.draft_dtype("int8", torch.device("cpu")) == "int8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_products(gpu: SimulatedCuda, dtype: torch.dtype) -> None:
+    """Catches a forgotten scale or bias, and keys beyond the text that are seen."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, 3, n, 16, generator=generator).to(dtype) for n in (4, 10, 10))
+    bias = torch.zeros(2, 1, 4, 10, dtype=dtype)
+    bias[..., 7:] = float("-inf")
+    cuda = [x.to("cuda") for x in (queries, keys, values, bias)]
+    for given in (bias, None):
+        found = attend_by_products(*cuda[:3], None if given is None else cuda[3], 0.3).cpu()
+        expected = F.scaled_dot_product_attention(queries, keys, values, attn_mask=given, scale=0.3)
+        torch.testing.assert_close(found, expected, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)

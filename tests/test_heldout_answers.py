@@ -1,7 +1,6 @@
 """The held-out store holds the target's own answers, and training says where it does not."""
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,24 +12,17 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
-from matplotlib import pyplot
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
-from data_prep import features
 from data_prep.answers.finished import whose
-from data_prep.answers.heldout import regeneration
-from data_prep.configs import FeaturesConfig, RegenerateConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.store.lock import LOCK
 from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from drafters.config import load_config
-from train import summary
-from train.run import picture
-from train.run.answers import OWN_SHARE, answers_line, describe_answers, remake_online
 from train.run.files import read_metrics
+from train.run.summary import OWN_SHARE
 
 OWN = {"heldout_answers": "own", "heldout_new_tokens": 12, "exit_layers": [], "max_length": 192, "batch_tokens": 2048}
 
@@ -162,16 +154,6 @@ def test_answers_that_are_its_own_already_are_taken_as_they_are(tmp_path, speake
         assert whose(header) == "given"
 
 
-def test_how_much_is_answered(tmp_path, speaker):
-    """Catches hours on a held-out file of thousands, or a default that a target with a short context refuses."""
-    values = {"target": str(speaker), "splits": {"heldout": "h.jsonl"}, "out": "out"}
-    few = regeneration(FeaturesConfig(**values, limit=7, max_length=64, batch_tokens=2048))
-    assert (few.limit, few.max_new_tokens, few.max_context, few.batch) == (7, 128, 192, 4)  # of a context of 256
-    many = regeneration(FeaturesConfig(**values, limit=6000, max_length=200, batch_tokens=1 << 20))
-    assert (many.limit, many.max_context, many.batch, many.temperature) == (100, 256, 32, 0.0)
-    assert regeneration(FeaturesConfig(**values, heldout_new_tokens=5)).max_new_tokens == 5
-
-
 def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
     """A step of training, and its summary."""
     values = tiny_run.settings(str(target), features, out, steps=1, batch_tokens=512)
@@ -179,54 +161,25 @@ def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())["heldout_answers"]
 
 
-def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, tiny_target, capsys, monkeypatch):
+def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, tiny_target, capsys):
     """Catches fine figures on somebody else's answers without a word; a command in the warning that does not help."""
     found = train(made / "out", speaker, tmp_path / "own")
     store = FeatureStore.open(made / "out" / "heldout")
     assert found["answers"] == "own" and found["warning"] is None
     assert found["own_share"] == pytest.approx(first_choices(store, tiny_target))
-    said = capsys.readouterr().out
-    assert "held-out answers: the target's own, greedy (" in said and "warning" not in said
     # The same dialogues with the answers that came with them.
     folder = tmp_path / "my data"
     folder.mkdir()
     run(write_config(folder, speaker, **OWN | {"heldout_answers": "given", "exit_layers": [2]}))
-    shown: list[str] = []
-    monkeypatch.setattr(picture, "draw", tiny_run.draw)
-    monkeypatch.setattr(pyplot, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
     capsys.readouterr()
     found = train(folder / "out", speaker, tmp_path / "given")
     assert found["answers"] == "given" and found["own_share"] < 0.5
     said = capsys.readouterr().out
     assert said.count(f"warning: {found['warning']}") == 2  # at the start, and where a run of hours ends
-    assert any("not what decoding gives" in title for title in shown)
-    summary.main([str(tmp_path / "given")])
-    assert found["warning"] in capsys.readouterr().out
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
-    # The printed command.
-    removal, make = found["warning"].partition("To measure on its own answers: ")[2].split(" && ")
-    (word, option, store_there), words = shlex.split(removal), shlex.split(make)
-    assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))
-    shutil.rmtree(store_there)
-    features.main(words[3:])
-    again = read_manifest(folder / "out" / "heldout")
-    assert (again.answers, again.taps, again.dtype) == ("own", [2], "float32")
+    store_there = folder / "out" / "heldout"
+    how = f"To measure on its own answers: delete {store_there}, then run data_prep.features with heldout_answers=own"
+    assert found["warning"].endswith(how)
+    shutil.rmtree(store_there)  # as the warning says
+    run(folder / "features.yaml", "heldout_answers=own")
     assert train(folder / "out", speaker, tmp_path / "again")["warning"] is None
-
-
-def test_what_a_low_share_means():
-    """Catches sampled answers called foreign, a run of an older version without a summary, a command for online runs
-    that data_prep.regenerate does not take."""
-    assert describe_answers({}, None)["warning"] is None
-    assert answers_line(describe_answers({}, None)) == "held-out answers: not recorded"
-    assert describe_answers({"answers": "given", "remake": "R"}, 0.9)["warning"] is None
-    assert "70% of the tokens" in describe_answers({"answers": None, "remake": "R"}, 0.7)["warning"]
-    assert "figures are for sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
-    assert "another dtype, or be damaged" in describe_answers({"answers": "own"}, 0.7)["warning"]
-    data = {"train": "a.jsonl", "heldout": "my b.jsonl", "limit": 50, "target_dtype": "float16"}
-    values = {**tiny_run.settings("t", Path("online"), Path("runs/x")), "data": data}
-    line, _, then = remake_online(tiny_run.read("eagle", values)).partition(", then train with ")
-    words = shlex.split(line)
-    config = load_config(RegenerateConfig, words[4], words[5:])
-    assert (config.source, config.limit, config.dtype, config.drafter) == ("my b.jsonl", 50, "float16", None)
-    assert then == f"data.heldout={config.out}" == "data.heldout=runs/x-heldout.jsonl"

@@ -60,10 +60,6 @@ TestOneTree = conformance.suite(
     lambda t: by_match(t, eagle(t, 0.4, "static"), match=1, one_tree=True), accepts="some", longest_draft=5,
     families=("mistral-sliding",),
 )  # fmt: skip
-TestOneTreeWeighed = conformance.suite(
-    lambda t: hybrid(t, auto_eagle(t, 0.4), one_tree=True), accepts="some", longest_draft=8, remembers=True,
-    families=("llama",),
-)  # fmt: skip
 
 
 class Spoilt(PromptLookupDrafter):

@@ -4,11 +4,9 @@ import shutil
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 from test_store_ranks import LENGTHS, work
-from transformers import AutoTokenizer
 
 from data_prep import inspect
 from data_prep.common.ranks import Rank
@@ -108,20 +106,3 @@ def test_a_half_written_store(tmp_path, capsys):
     work(empty, Rank(0, 2), most=0)
     assert inspect.main([str(empty)]) == 0
     assert "No dialogue has been written yet." in capsys.readouterr().out
-
-
-def test_colour_and_what_a_terminal_must_not_see(made, target_folder):  # noqa: F811
-    """Catches colours on the user's words, colours where NO_COLOR or a pipe forbids them, and escape codes in data."""
-    store = FeatureStore.open(made / "heldout")
-    tokenizer = AutoTokenizer.from_pretrained(target_folder)
-    plain = inspection.decoded(store[0], tokenizer, coloured=False).plain
-    assert plain.replace("[[", "").replace("]]", "") == tokenizer.decode(store[0].input_ids)
-    trained = tokenizer.decode(store[0].input_ids[store[0].loss_mask])
-    assert "".join(part.partition("]]")[0] for part in plain.split("[[")[1:]) == trained
-    text = inspection.decoded(store[0], tokenizer, coloured=True)
-    assert "".join(text.plain[span.start : span.end] for span in text.spans) == trained
-    console = Console(force_terminal=True, color_system="standard", width=200)
-    with console.capture() as captured:
-        console.print(text)
-    assert "\x1b[1;32m" in captured.get()
-    assert inspection.printable("a\x1b[2J\x07b\n\tü") == "a�[2J�b\n\tü"

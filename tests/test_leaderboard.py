@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from programs import status
 from rich.console import Console
 
-from eval import leaderboard
 from eval.report.leaderboard import HTML, PAGE, collect, html, page, run
 
 ROOT = Path(__file__).parents[1]
@@ -93,10 +90,3 @@ def test_one_table_per_target_and_prompt_set(tmp_path: Path) -> None:
     written(tmp_path / "old", report(entries, rows))
     (table,) = collect(tmp_path, tmp_path)["tables"]
     assert table["link"] == "new/report.json"
-
-
-def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback in place of the file's name."""
-    (tmp_path / "report.json").write_text("{}")
-    assert status(leaderboard.main, "--results", tmp_path, "--out", tmp_path) == 1
-    assert f"{tmp_path / 'report.json'} is not what python -m eval.speed writes: missing key" in capsys.readouterr().err

@@ -27,13 +27,13 @@ from programs import refused
 
 from data_prep import magpie, regenerate
 from data_prep.answers import questions as work
-from data_prep.answers.finished import kept
-from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
-from data_prep.answers.questions import DONE, Asked
+from data_prep.answers.journal import AnswerJournal, Turn, read_journals
+from data_prep.answers.questions import Asked
 from data_prep.common.ranks import Rank
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import DroppedError, ReadCounts, parse_record, read_dialogues, same_question
+from data_prep.dialogues.reader import ReadCounts, read_dialogues
+from data_prep.dialogues.sharegpt import same_question
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 
@@ -102,13 +102,6 @@ def test_the_prompt_ends_where_the_question_begins(form):
     assert turn.take(whole[len(ids) :]).answer == question
 
 
-def test_a_system_message_comes_before_the_question(chat):
-    text = chat.tokenizer.decode(chat.question_prompt("Ask of sums.")[0])
-    assert text == "<|im_start|>system\nAsk of sums.<|im_end|>\n<|im_start|>user\n"
-    with pytest.raises(DroppedError, match="special token"):
-        chat.question_prompt("Ask <|im_end|>")
-
-
 @pytest.mark.parametrize(
     ("condition", "reason"),
     [(" if message.role == 'assistant'", "prints no user turn"), ("", "prints nothing before a question")],
@@ -133,19 +126,6 @@ def test_what_is_dropped_and_why(chat):
     assert asked.take(encode("And then, and then")).drop == "unended_question"
     assert asked.take([*encode("A <|im_start|>user turn"), EOS]).drop == "special_token_in_text"
     assert (len(asked.seen), asked.drawn, asked.done) == (2, 7, False)
-
-
-def test_a_question_ends_where_the_template_says(chat, target_folder):
-    """Catches questions that go on to the limit: of a tokenizer whose end of text is another than a turn's."""
-    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
-    target.model.generation_config.eos_token_id = 1  # type: ignore[union-attr]
-    chat.tokenizer.eos_token = "<|endoftext|>"
-    asked = Asked(chat, "<|im_end|>", Rank(), 9, [])
-    asked.open(target)
-    assert asked.ends == {1, chat.tokenizer.eos_token_id, EOS}
-    asked = Asked(chat, " ASSISTANT:", Rank(), 9, [])
-    asked.open(target)
-    assert EOS not in asked.ends
 
 
 def test_as_many_as_were_wanted_and_each_once(target_folder, tmp_path):
@@ -221,40 +201,6 @@ def test_processes_share_the_questions(target_folder, tmp_path):
     assert len(questions) == 7 and questions[4:] == own and not set(own) & set(questions[:4])
     alone = run(write_config(tmp_path.with_name("alone"), target_folder, count=7))
     assert len(alone) == 7 and len(set(alone) - set(own)) == 4
-
-
-def test_a_target_with_one_question_ends(target_folder, tmp_path, monkeypatch, capsys):
-    """Catches a run without end, and one that throws away what there is."""
-    monkeypatch.setattr(work, "NOTHING_NEW", 10)
-    config = write_config(tmp_path, target_folder, top_k=1, batch=1)
-    assert len(run(config)) == 1
-    assert "no new question in" in (said := capsys.readouterr().out) and "the run ends with 1 of 9" in said
-    assert "1 of 9 questions" in said
-
-
-def test_what_was_out_of_time_goes_on_with_more(target_folder, tmp_path, monkeypatch):
-    """Catches a share that is closed for good; and loading a target that takes all the time there is."""
-    config = write_config(tmp_path, target_folder, count=40)
-    assert run(config, "--rank", "1", "--ranks", "2", "minutes=0.0001") == []
-    assert run(config, "--rank", "1", "--ranks", "2") == []
-    own = [turn.answer for batch in read_journals(tmp_path / "asked.jsonl.unfinished") for turn in batch.turns]
-    assert sum(answer is not None for answer in own) == 20
-    monkeypatch.setattr(AnswerJournal, "start_clock", lambda self: setattr(self, "_last", self._last + 1000))
-    assert len(run(config, "--rank", "0", "--ranks", "2", "minutes=1")) == 40  # 1,000 seconds are taken from its clock
-
-
-def test_what_two_processes_both_asked_is_there_once(target_folder, tmp_path):
-    config = load_config(MagpieConfig, write_config(tmp_path, target_folder, count=4), [])
-    chat = work.load_tokenizer(config.target)
-    identity = work.make_identity(config, chat)
-    for rank, texts in enumerate((["Why?", "How?"], ["why?", "When?"])):
-        with AnswerJournal(work.unfinished(config.out), identity, Rank(rank, 2)) as journal:
-            turns = [Turn(number, 0, text, 2) for number, text in enumerate(texts)]
-            journal.write(AnsweredBatch([*turns, Turn(2, 0, end=DONE)]))
-    work.merge(config, identity, Rank(1, 2))
-    kept = [parse_record(json.loads(line), "", unanswered=True) for line in Path(config.out).read_text().splitlines()]
-    assert [one.messages[0]["content"] for one in kept] == ["Why?", "How?", "When?"]
-    assert facts(tmp_path / "magpie.yaml")["dropped"] == {"asked_before": 1}
 
 
 def test_regenerate_answers_them(target_folder, tmp_path):

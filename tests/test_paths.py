@@ -1,24 +1,18 @@
 """drafters/common/paths.py and drafters/common/files.py: what may be opened, and who may read what was written."""
 
 import json
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_store
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
 from data_prep.dialogues.encoding import load_tokenizer
-from drafters import TargetModel, load_drafter, load_frozen_ends
-from drafters.common.files import save_tensors
+from drafters import TargetModel, load_frozen_ends
 from drafters.common.paths import names_only
 from drafters.drafting.draft_model import load_draft_model
-from drafters.drafting.phrase_pool import PhrasePool
-from drafters.drafting.pool_file import save_pool
 from drafters.hub.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
 
@@ -77,43 +71,6 @@ def test_an_index_names_weights_beside_it(
 def test_a_published_text_has_no_folders(text: str, shown: str | None) -> None:
     """Catches words lost behind a path at the beginning, and a path on a server or behind an option that is sent."""
     assert names_only(text) == (text if shown is None else shown)
-
-
-def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
-    """Catches a run that names the revision it measured, of a folder that has one state only."""
-    tiny.build("llama").save_pretrained(tmp_path)
-    name = str(tmp_path)
-    target = TargetModel.from_pretrained(name, "float32", "cpu")
-    for load in (
-        lambda: TargetModel.from_pretrained(name, revision="v1"),
-        lambda: load_frozen_ends(name, revision="v1"),
-        lambda: load_tokenizer(name, "v1"),
-        lambda: load_checkpoint(name, revision="v1"),
-        lambda: load_drafter(name, target, revision="v1"),
-    ):
-        with pytest.raises(
-            ValueError, match="revision is 'v1', but .* is a local folder, which has no revisions; leave"
-        ):
-            load()
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
-    """Catches shards and drafters that only the user who wrote them can read, on a disk that a group shares."""
-    before = os.umask(umask)
-    try:
-        test_store.write_all(tmp_path / "store")
-        target = TargetModel(tiny.build("llama"), name="tiny")
-        save_checkpoint(tmp_path / "head", EagleHead(target.config), make_config("eagle", {}, target))
-        save_pool(tmp_path / "pool.safetensors", PhrasePool(3, 4), target)
-        leftover = tmp_path / "state.safetensors"
-        leftover.touch(0o600)
-        save_tensors({"x": torch.zeros(1)}, leftover)
-    finally:
-        os.umask(before)
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    assert len(files) == 4 + 2 + 1 + 1
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
 def test_weights_are_no_whole_numbers(tmp_path: Path) -> None:

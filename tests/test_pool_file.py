@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.drafting import draft_model
 from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.methods.lookahead import LookaheadDrafter
@@ -84,26 +83,6 @@ def test_drafters_begin_with_it(tmp_path: Path, name: str, from_history: bool) -
         assert (list(drafter.pool.items()) == held) is not from_history
 
 
-def test_wrong_files(tmp_path: Path) -> None:
-    """Catches anything else taken for a pool, and messages that do not say what is wrong or what to do."""
-    target = target_of("llama")
-    there = saved(tmp_path)
-    assert len(load_pool(there, target, 3, 4)) == 6
-    for path, content, message in [
-        (tmp_path / "none.safetensors", None, "there is no phrase pool at .*none.safetensors.*save_pool"),
-        (tmp_path, None, "there is no phrase pool"),
-        (tmp_path / "text", b"phrases", "text is no phrase pool, or only part of one"),
-        (tmp_path / "part", there.read_bytes()[:-5], "part is no phrase pool, or only part of one"),
-        (tmp_path / "empty", b"", "empty is no phrase pool"),
-    ]:
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            load_pool(path, target, 3, 4)
-        with pytest.raises(ValueError, match=message):
-            make_drafter("lookahead", target, pool=str(path))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -119,27 +98,3 @@ def test_damaged_files(tmp_path: Path, changes: dict[str, object], message: str)
     """Catches ids that would fail deep inside a forward (or, on a GPU, kill the process), and phrases cut anyhow."""
     with pytest.raises(ValueError, match=message):
         load_pool(saved(tmp_path, **changes), target_of("llama"), 3, 4)
-
-
-def test_other_tokenizers(tmp_path: Path) -> None:
-    """Catches phrases of equal ids and other words; where a tokenizer is missing, the sizes must do."""
-    target, path = target_of("llama"), tmp_path / "pool"
-    words = {f"w{index}": index for index in range(97)}
-    swapped = words | {"w3": 4, "w4": 3}
-
-    def with_vocabulary(tokens: dict[str, int] | None) -> mock._patch:
-        return mock.patch.object(draft_model, "vocabulary", lambda model: tokens)
-
-    for theirs, ours, fits in [
-        (words, dict(reversed(words.items())), True),
-        (words, swapped, False),
-        (None, words, True),
-    ]:
-        with with_vocabulary(theirs):
-            save_pool(path, filled(), target)
-        with with_vocabulary(ours):
-            if fits:
-                assert len(load_pool(path, target, 3, 4)) == 6
-            else:
-                with pytest.raises(ValueError, match=r"whose tokenizer \(vocabulary \w{12}\) is not that of"):
-                    load_pool(path, target, 3, 4)

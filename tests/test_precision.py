@@ -1,9 +1,5 @@
 """dtype: auto and precision: auto: bf16 where the device has instructions for it, and nowhere else."""
 
-import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +8,6 @@ import tiny_run
 import torch
 import yaml
 
-from data_prep.answers.journal import check_identity
 from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from data_prep.store.manifest import read_manifest
 from drafters import TargetModel
@@ -60,21 +55,6 @@ def test_which_cpus_are_fast_in_bf16(
     assert resolve_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
 
 
-def test_limits_set_for_torch_count() -> None:
-    """Catches a rule that reads the processor's flags and not what torch was told to use."""
-    code = "from drafters.common.precision import cpu_has_bf16; print(cpu_has_bf16())"
-    for limit in ({"ATEN_CPU_CAPABILITY": "avx2"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, **limit},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == "False\n", limit
-
-
 @pytest.mark.parametrize(
     ("capability", "hip", "dtype"),
     [((7, 5), None, torch.float16), ((8, 0), None, torch.bfloat16), ((9, 0), None, torch.bfloat16)]
@@ -85,20 +65,6 @@ def test_which_gpus(capability: tuple[int, int], hip: str | None, dtype: Any, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert precision.fast_dtype(torch.device("cuda:0")) == dtype
-
-
-def test_slow_bf16_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches hours in a dtype that is slow without a word, a warning for each model, and one where bf16 is fast."""
-    precision.warn_if_slow.cache_clear()
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: False)
-    with caplog.at_level(logging.WARNING):
-        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
-            precision.warn_if_slow(dtype, CPU)
-    assert len(caplog.messages) == 1 and "; set dtype (or precision) to auto or float32" in caplog.messages[0]
-    precision.warn_if_slow.cache_clear()
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
-    precision.warn_if_slow(torch.bfloat16, CPU)
-    assert len(caplog.messages) == 1
 
 
 def test_auto_is_every_default() -> None:
@@ -153,11 +119,3 @@ def test_a_run_goes_on_in_another(target: TargetModel, features: Path, tmp_path:
         assert settled == expected
         run = tiny_run.train_here("eagle", {**values, "precision": settled, "steps": steps}, resume=steps > 3)
         assert run.progress.step == steps and dtype_of(run.config) == resolve_dtype("auto", CPU)
-
-
-def test_answers_begun_in_another_dtype_go_on() -> None:
-    """Catches answers refused because a config says auto now where it said bfloat16, and a dtype that is asked for and
-    not heeded."""
-    check_identity(Path("answers"), {"dtype": "bfloat16", "seed": 0}, {"dtype": "auto", "seed": 0})
-    with pytest.raises(ValueError, match="dtype was 'auto', is 'float32'"):
-        check_identity(Path("answers"), {"dtype": "auto"}, {"dtype": "float32"})

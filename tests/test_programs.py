@@ -49,43 +49,28 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["prompts.file=none.jsonl"], "no prompt file at none.jsonl"),
         (["max_new_tokens=many"], "max_new_tokens: .*found 'many'"),
         (['drafters=[{"drafter": "ouroborus"}]'], "did you mean 'ouroboros'"),
-        (['drafters=[{"drafter": "eagle", "checkpoint": "./none"}]'], NO_FOLDER),
         (["--suite", "gsm9k"], "no suite 'gsm9k'; did you mean 'gsm8k'"),
-        (["seed=1", "seed=2"], "overrides seed=1 and seed=2: the second would undo the first"),
     ],
     "eval.sweep": [(["target.path=./none"], NO_FOLDER), (['vary={"seeed": [1]}'], "did you mean 'seed'")],
     "eval.engines": [
         (["target.path=./none"], NO_FOLDER),
         (['engines=[{"label": "E", "engine": "sglang"}]'], "engine: .*found 'sglang'"),
         (['engines=[{"label": "E", "engine": "llama_cpp", "gguf": "none.gguf"}]'], "gguf: there is no file none.gguf"),
-        (['engines=[{"label": "autoregressive", "engine": "vllm"}]'], "autoregressive.* are taken twice"),
-        (
-            ['engines=[{"label": "E", "engine": "vllm", "beside": "chain"}]'],
-            "beside is 'chain', and there is no such row",
-        ),
-        (["patience=0"], "patience: .*greater than 0"),
     ],
     "drafters.chat": [
         (["--target", "./none", "--drafter", "none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "./none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
-        (["--target", TARGET, "--drafter", "none", "--compare"], "--drafter none is that: leave one of them out"),
-        (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "must be a number of at least 0"),
         (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "must be a number of at least 0"),
-        (["--target", TARGET, "--drafter", "suffix", "--seed", str(1 << 64)], "must be a whole number from 0 to 4294"),
-        (["--target", TARGET, "--drafter", "suffix", "nodes"], "is not of the form key=value"),
     ],
     "drafters.hub": [
         (["push", "./none", "user/d"], "no folder none; save the drafter first"),
         (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is not a Hub repository name like 'user/my-"),
-        (["push", "checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),
     ],
     "drafters.export": [
         (["./none", "--to", "vllm", "--out", "x"], "there is no folder ./none"),
-        (["./none", "--to", "llama_cpp", "--out", "x"], "--to: invalid choice: 'llama_cpp'"),
         (["./none", "--to", "vllm", "--out", "checkpoints"], "--out checkpoints is not empty"),
         (["./none", "--to", "vllm"], "give CHECKPOINT --to official|vllm|sglang --out FOLDER, or --check FOLDER"),
-        (["--check", "./none"], "--check: there is no folder none"),
         (["--check", "checkpoints/stdlib-eagle"], "is a drafter of this toolkit; export it first"),
     ],
     "drafters.convert": [
@@ -95,29 +80,19 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
             ["checkpoints/stdlib-eagle", "--target", TARGET, "--out", "x"],
             "is a drafter of this toolkit; load_drafter reads",
         ),
-        (["x", "--target", TARGET, "--out", "x", "--exit-layer", "0"], "--exit-layer: must be a whole number of at"),
     ],
     "eval.tune": [(["prompts.file=none.jsonl"], "no prompt file")],
     "eval.batch_cost": [(["target.path=../none/x"], NO_FOLDER)],
     "eval.roofline": [
         (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
         (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
-        (["--shape", "llama-5m", "rounds=2"], "rounds: an even number"),
-        (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
     ],
     "eval.lossless": [
         ([], "give --target and --drafter, or --config"),
         (["--target", TARGET, "--drafter", "ouroborus"], "did you mean 'ouroboros'"),
-        (["--target", TARGET, "--drafter", "./none"], "./none is no folder of a trained drafter .FileNotFound"),
-        (["--target", TARGET, "--drafter", "checkpoints/stdlib-draft"], "trained drafter .KeyError: 'drafter_type'"),
+        (["--target", TARGET, "--drafter", "./none"], "there is no none/config.json; give a method or the folder"),
         (["--target", "./none", "--drafter", "lookahead"], NO_FOLDER),
-        (["--target", TARGET, "--drafter", "lookahead", "text=4"], "unknown key 'text'; did you mean 'texts'"),
         (["--target", TARGET, "--drafter", "lookahead", "prompts.file=none.jsonl"], "no prompt file"),
-        (
-            ["--target", TARGET, "--drafter", "lookahead", "target.quantize=int8"],
-            "quantize is .int8., .* leave it out",
-        ),
-        (["--config", "none.yaml"], "no config file at none.yaml"),
     ],
     "eval.seeds": [(["none"], "there is no none/report.json; measure first")],
     "eval.compare": [(["none", "none"], "there is no none/report.json; give the folders of two reports")],
@@ -127,8 +102,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),
         (["splits.train=none.jsonl"], "no data file at none.jsonl"),
-        (["limit=2", "--rank", "0", "--ranks", "1", "target=./none"], NO_FOLDER),
-        (["dtype=int4"], "dtype: .*found 'int4'"),
     ],
     "data_prep.throughput": [
         (["target=/none/x"], NO_FOLDER),
@@ -138,7 +111,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["source=none.jsonl"], "no data file"),
         (["target=./none"], NO_FOLDER),
         (["drafter.drafter=eagel"], "did you mean 'eagle'"),
-        (["drafter.drafter=eagle", "drafter.checkpoint=./none"], NO_FOLDER),
     ],
     "data_prep.magpie": [(["target=./none"], NO_FOLDER), (["count=0"], "count: .*greater than or equal to 1")],
     "data_prep.split": [
@@ -153,7 +125,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "data_prep.gguf": [
         (["none.gguf", "--out", "x"], "no file at none.gguf"),
         (["prompts.jsonl", "--out", "x"], "prompts.jsonl is no GGUF file"),
-        (["none.gguf", "--out", "x", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     ],
     "data_prep.inspect": [
         (["none"], "none"),
@@ -164,7 +135,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["target=./none"], NO_FOLDER),
         (["features=./none"], "none"),
         (["--resume"], "--resume: there is no run at out"),
-        (["precision=int8"], "precision: .*found 'int8'"),
     ],
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
     "train/medusa.py": [
@@ -173,7 +143,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "train/draft_model.py": [
         (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),
-        (["divergence=forward"], "divergence: .*found 'forward'"),
         (["loss_vocab=8"], "loss_vocab is 8, and the draft model's LM head is trained.* set freeze_ends=true"),
         (["draft_vocab=8"], "draft_vocab is 8, .* python -m train.draft_vocab"),
         (["zero_stage=3"], "zero_stage is 3, .* set 0, 1 or 2"),
@@ -186,13 +155,9 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train.draft_vocab": [
         (["none", "--data", "prompts.jsonl", "--size", "8"], "none holds no config.json"),
         ([TARGET, "--data", "none.jsonl", "--size", "8"], "no data file at none.jsonl"),
-        ([TARGET, "--data", "none.txt", "--size", "8"], "no data file at none.txt|a Hub dataset"),
-        ([TARGET, "--data", "prompts.jsonl", "--size", "0"], "--size: must be a whole number of at least 1"),
     ],
     "train.shallow": [
         ([TARGET, "--layers", "2-0", "--out", "x"], r"gives \[\]; name layers once, in their order"),
-        ([TARGET, "--layers", "0,1,1", "--out", "x"], "name layers once, in their order"),
-        ([TARGET, "--layers", "two", "--out", "x"], "--layers is 'two'; give numbers"),
         (["./none", "--layers", "0", "--out", "x"], NO_FOLDER),
         ([TARGET, "--layers", "0", "--out", "features"], "features is not empty"),
         ([TARGET, "--layers", "0", "--out", "prompts.jsonl"], "prompts.jsonl is a file; give a folder"),
@@ -207,8 +172,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--data", "none.jsonl", "--out", "x"], "no data file at none.jsonl"),
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "features"], "holds files that no start has written"),
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--minutes", "0"], "minutes: .*greater than 0"),
-        (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--hub", "mine"], "give it as user/name"),
-        (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--method", "medusa"], "invalid choice"),
     ],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }
@@ -286,7 +249,7 @@ def test_every_program_is_held_to_it() -> None:
     programs = set()
     for folder in ("drafters", "data_prep", "train", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
-            workers = file.name.endswith("worker.py") or file.name == "judged_program.py"  # which nobody types
+            workers = file.name.endswith("worker.py") or file.name == "judged_program.py"  # started by other programs
             if '__name__ == "__main__"' in file.read_text() and not workers:
                 programs.add(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
     assert programs == {name.removesuffix(".py").replace("/", ".") for name in MISTAKES}

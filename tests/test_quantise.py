@@ -9,7 +9,7 @@ from test_store import header
 from torch import Tensor
 
 from data_prep.store import reader as store_module
-from data_prep.store.manifest import StoreManifest, token_bytes
+from data_prep.store.manifest import StoreManifest
 from data_prep.store.quantise import SCALED, from_storage, storage_dtype, to_storage
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
@@ -92,18 +92,6 @@ def test_what_is_not_finite_is_found_before_it_is_rounded(tmp_path, dtype, bad):
     assert store.lengths.tolist() == [30, 12] and store.manifest.dropped == {"non_finite": 1}
     assert all(torch.isfinite(dialogue.taps[3]).all() for dialogue in store)
     assert store[1].input_ids.tolist() == list(range(35, 47))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float8"])
-def test_bytes_against_bfloat16(tmp_path, dtype):
-    """Catches a store that claims 8 bits and writes 16, and a disk estimate that forgets the scales."""
-    states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS))}
-    small, large = (one_store(tmp_path / kind, kind, states) for kind in (dtype, "bfloat16"))
-    assert token_bytes(HIDDEN, 1, dtype) / token_bytes(HIDDEN, 1, "bfloat16") < 0.52
-    for store in (small, large):
-        tokens = sum(LENGTHS) * store.manifest.token_bytes
-        assert tokens < store.manifest.size < tokens + 1200  # offsets and header, which do not grow with the tokens
-    assert small.manifest.token_bytes == 5 + 2 * (HIDDEN + 4)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])

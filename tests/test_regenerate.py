@@ -12,7 +12,6 @@ from programs import refused
 
 from data_prep import regenerate
 from data_prep.answers import finished
-from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers, text_ends, turn_ends
 from data_prep.common.ranks import Rank
@@ -22,7 +21,6 @@ from data_prep.dialogues.reader import Dialogue
 from drafters import TargetModel, make_drafter
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 
-ROOT = Path(__file__).resolve().parents[1]
 NEW = 10
 
 
@@ -142,18 +140,6 @@ def test_batches_do_not_change_greedy_answers_and_one_row_drafters_work(
     assert run(write_config(tmp_path / "one", target_folder, batch=1)) == expected[0]
     ouroboros = {"drafter": "ouroboros", "draft_model": str(draft_folder)}
     assert run(write_config(tmp_path / "many", target_folder, batch=5, drafter=ouroboros)) == expected[0]
-
-
-def test_prompts_of_more_tokens_than_their_text_lets_expect(tmp_path, target_folder, expected, monkeypatch):
-    """A prompt longer than its class is put off, not lost, cut or a crash: of this tokenizer a byte is a token."""
-    monkeypatch.setattr(target_answers, "SHORTEST", 8)
-    put_off: list[int] = []
-    wait = target_answers.Waiting._wait
-    monkeypatch.setattr(
-        target_answers.Waiting, "_wait", lambda self, index, tokens: (put_off.append(index), wait(self, index, tokens))
-    )
-    assert run(write_config(tmp_path, target_folder)) == expected[0]
-    assert len(put_off) > 13  # each of the 13 turns once, and again where it was put off
 
 
 class Killed(BaseException):
@@ -432,15 +418,6 @@ def test_bad_configs_are_refused(changes, message, tmp_path, target_folder, monk
     assert not (tmp_path / "new.jsonl").exists()
 
 
-def test_a_drafter_of_shorter_context_is_refused(tmp_path, target_folder, tiny_checkpoint):
-    """Catches dialogues that end earlier with a drafter than without one."""
-    short = tiny_checkpoint("llama", seed=2, vocab_size=CHAT_VOCAB, max_position_embeddings=128)
-    drafter = {"drafter": "speculative", "draft_model": str(short)}
-    with refused("max_context is 256, but drafter 'speculative' was made for 128 tokens"):
-        run(write_config(tmp_path, target_folder, drafter=drafter))
-    assert run(write_config(tmp_path, target_folder, drafter=drafter, max_context=128))
-
-
 def test_files_in_the_way_are_refused(tmp_path, target_folder):
     """Catches another program's file, or the source itself, overwritten."""
     config = write_config(tmp_path, target_folder)
@@ -450,10 +427,3 @@ def test_files_in_the_way_are_refused(tmp_path, target_folder):
     assert (tmp_path / "new.jsonl").read_text() == "mine"
     with refused("is the source"):
         run(config, f"out={tmp_path / 'source.jsonl'}")
-
-
-def test_no_dialogue_left_is_an_error(tmp_path, target_folder):
-    """Catches an empty training set that is found only by the next program."""
-    with refused("no dialogue is left: 0 of 7 dialogues.*no_room 7"):
-        run(write_config(tmp_path, target_folder, max_context=12))
-    assert not (tmp_path / "new.jsonl").exists()

@@ -131,25 +131,6 @@ def test_a_server_that_fails_at_times_is_asked_again(tmp_path, server):
     assert len(server.bodies) > 30  # all kinds of failures came
 
 
-def test_retry_after_is_honoured(tmp_path, server, monkeypatch):
-    """Catches a server that asks for a pause and is asked again at once, and one that asks for an hour."""
-    times: list[float] = []
-
-    def misbehave(body, number):
-        times.append(time.time())
-        return error(429, "slow down", Retry_After="1") if number == 1 else None
-
-    server.misbehave = misbehave
-    assert run(write_config(tmp_path, server, count=1))
-    assert 0.9 <= times[2] - times[1] < 4
-    assert endpoint_answers._retry_after("soon") == endpoint_answers._retry_after(None) == 0.0
-    monkeypatch.setattr(endpoint_answers, "LONGEST_WAIT", 0.05)
-    server.bodies.clear()
-    server.misbehave = lambda body, number: error(503, "x", Retry_After="3600") if number == 1 else None
-    (tmp_path / "hour").mkdir()
-    assert run(write_config(tmp_path / "hour", server, count=1))
-
-
 def test_a_server_that_dies_midway_costs_nothing(tmp_path):
     """Catches answers lost when the server goes away, and work done twice when another one takes over."""
 
@@ -169,15 +150,6 @@ def test_a_server_that_dies_midway_costs_nothing(tmp_path):
         records = run(config, f"endpoint.url={second.url}", "endpoint.concurrency=2")
         assert records == [expected(index) for index in range(12)]
         assert len(second.asked) == sum(1 + index % 3 for index in range(12)) - 8
-
-
-def test_settings_that_change_the_answers_are_refused(tmp_path, server):
-    """Catches answers of two models in one file."""
-    config = write_config(tmp_path, server, count=2)
-    run(config)
-    with refused("endpoint.model was 'loud-7b', is 'quiet-7b'"):
-        run(config, "endpoint.model=quiet-7b")
-    run(config, "endpoint.timeout=7", "endpoint.concurrency=1")
 
 
 def test_what_becomes_of_odd_answers(tmp_path, server):
@@ -233,17 +205,6 @@ def test_reasoning_is_kept_beside_the_answer(key, tmp_path, server, capsys):
     assert "6 with reasoning (endpoint.extra={chat_template_kwargs: {enable_thinking: false}} switches it off)" in said
     (read_back, *_) = read_dialogues(tmp_path / "new.jsonl", ReadCounts())
     assert read_back.messages[1]["reasoning_content"] == "Two and two."
-
-
-def test_too_many_refusals_end_the_run_and_are_tried_again(tmp_path, server, monkeypatch):
-    """Catches a run that drops everything because of one setting, and dialogues that stay dropped when it is fixed."""
-    monkeypatch.setattr(endpoint_answers, "MOST_LOST", 3)
-    server.misbehave = lambda body, number: None if number < 6 else error(422, "n must be positive")
-    config = write_config(tmp_path, server, count=12)
-    with refused(r"3 of \d+ requests .*422 .*n must be positive.*tried again"):
-        run(config)
-    server.misbehave = lambda body, number: None
-    assert run(config) == [expected(index) for index in range(12)]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""The house itself: packages, imports, sizes and configs keep to what CONTRIBUTING.md promises."""
+"""The house itself: packages, imports, sizes and configs keep to what CONTRIBUTING.md says."""
 
 import ast
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import tomllib
@@ -15,7 +14,6 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("drafters", "data_prep", "train", "eval")
@@ -23,28 +21,13 @@ LARGEST_FILE = 1_000_000  # bytes, outside checkpoints/
 LARGEST_CHECKPOINT_FILE = 17 * 1024**2
 OWN_LOADERS = ("TargetModel", "nn", "AutoHfQuantizer")  # whose from_pretrained and from_config take no remote code
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 59  # lines
-# Each package from left to right: what stands in one place imports from there and from the left. A folder is a room and
-# has a place of its own; files that are not named here (methods, programs) stand on the right of all.
+# Each package from left to right: a room (folder or file) imports from itself and from the left. Files that are not
+# named here (methods, programs) are on the right of all.
 HOUSE = {
-    "drafters": [
-        "common",
-        "config",
-        "hub",
-        "cpu",
-        "model",
-        "loop",
-        "base",
-        "learned",
-        "drafting",
-        "policy",
-        "methods",
-        "loading",
-        "layouts",
-        "cli",
-    ],
-    "data_prep": ["common", "dialogues", "configs", "store", "answers", "extraction"],
-    "train": ["core", "configs", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
-    "eval": ["prompts", "entries", "configs", "engine_workers", "measure", "figures", "report", "rooflines"],
+    "drafters": "common config hub cpu model loop base learned drafting policy methods loading layouts cli",
+    "data_prep": "common dialogues configs store answers extraction",
+    "train": "core configs data draft watch run preflight bench plan target",
+    "eval": "prompts entries configs engine_workers measure figures report rooflines",
 }
 
 
@@ -113,9 +96,9 @@ def test_arrows_point_one_way(path: Path) -> None:
 
 
 def test_deepspeed_has_one_door() -> None:
-    """Catches a second module that knows DeepSpeed, and has to change with it; a mock in the place of an argument."""
+    """Catches a second module that knows DeepSpeed, and has to change with it; a mock instead of an argument."""
     found = {path.relative_to(ROOT): set(imports(ast.parse(path.read_text()))) for path in sources(*PACKAGES)}
-    knowing = [str(path) for path, names in found.items() if any(name.split(".")[0] == "deepspeed" for name in names)]
+    knowing = [str(path) for path, names in found.items() if "deepspeed" in {name.split(".")[0] for name in names}]
     assert knowing == ["train/core/engine.py"]
     assert not [path for path, names in found.items() if any(name.startswith("unittest") for name in names)]
 
@@ -147,12 +130,10 @@ def imported(name: str, known: dict[str, Path], late: bool) -> set[str]:
 
 
 def place(name: str) -> int:
-    """Where a module stands in its package, from the left; a room's ``__main__`` is a program, on the right."""
+    """The place of a module in its package, from the left; a room's ``__main__`` is a program, on the right."""
     package, *rest = name.split(".")
-    if rest[-1:] == ["__main__"]:
-        return len(HOUSE[package])
-    places = [index for index, names in enumerate(HOUSE[package]) if rest and rest[0] in names.split()]
-    return places[0] if places else len(HOUSE[package])
+    rooms = HOUSE[package].split()
+    return rooms.index(rest[0]) if rest and rest[0] in rooms and rest[-1] != "__main__" else len(rooms)
 
 
 def test_rooms_import_from_the_left() -> None:
@@ -162,18 +143,16 @@ def test_rooms_import_from_the_left() -> None:
         package = name.split(".")[0]
         for other in imported(name, known, late=True):
             if other.split(".")[0] == package and other not in PACKAGES[1:]:  # those hold nothing but a docstring
-                order = " < ".join(HOUSE[package])
-                assert place(other) <= place(name), f"{name} -> {other}, which stands to its right: {order}"
+                assert place(other) <= place(name), f"{name} -> {other}, which is to its right: {HOUSE[package]}"
 
 
 def test_the_house_lists_what_is_there() -> None:
     """Catches a room that the list forgets, and would put on the right of all, and names that are gone."""
     known = modules()
-    listed = {f"{package}.{name}" for package, places in HOUSE.items() for names in places for name in names.split()}
+    listed = {f"{package}.{name}" for package, names in HOUSE.items() for name in names.split()}
     assert listed <= known.keys()
     rooms = {name for name, path in known.items() if path.name == "__init__.py" and "." in name}
     assert rooms <= listed
-    assert all(name.partition(".")[2] in HOUSE[name.partition(".")[0]] for name in rooms), "a room shares its place"
 
 
 def test_no_circle_of_imports() -> None:
@@ -201,7 +180,7 @@ def test_nothing_unpickles(path: Path) -> None:
             assert options.get("allow_pickle", "False") == "False", f"line {node.lineno}: numpy.load with pickle"
         assert called not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), f"line {node.lineno}: use safe_load"
         asks = called.endswith((".from_pretrained", ".from_config")) and called.split(".")[0] not in OWN_LOADERS
-        trusts = options.get("trust_remote_code", "nobody said" if asks else "False")
+        trusts = options.get("trust_remote_code", "not given" if asks else "False")
         assert trusts == "False", f"line {node.lineno}: runs a repository's code, or asks on stdin whether to"
 
 
@@ -217,18 +196,12 @@ def test_modules_stay_readable(path: Path) -> None:
     assert not {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION}
 
 
-def test_no_large_files() -> None:
-    """Catches a data set, a feature store or a run folder committed by accident."""
-    limits = {
-        path: LARGEST_CHECKPOINT_FILE if path.is_relative_to(ROOT / "checkpoints") else LARGEST_FILE
-        for path in shipped()
-    }
-    assert not [str(path) for path, limit in limits.items() if path.stat().st_size > limit]
-
-
-def test_no_pickled_checkpoints() -> None:
-    """Catches weights committed in a format that nothing here will read."""
-    assert not [str(path) for path in shipped() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")]
+def test_no_large_or_pickled_files() -> None:
+    """Catches a data set or a run folder committed by accident, and weights in a format that nothing here will read."""
+    for path in shipped():
+        limit = LARGEST_CHECKPOINT_FILE if path.is_relative_to(ROOT / "checkpoints") else LARGEST_FILE
+        assert path.stat().st_size <= limit, path
+        assert path.suffix not in (".bin", ".pt", ".pth", ".pkl", ".ckpt"), path
 
 
 def test_no_package_host_is_named() -> None:
@@ -239,7 +212,7 @@ def test_no_package_host_is_named() -> None:
 
 
 def test_constraints_satisfy_the_bounds() -> None:
-    """Catches a pin outside the range that pyproject.toml promises, and a dependency that is not pinned at all."""
+    """Catches a pin outside the range of pyproject.toml, and a dependency that is not pinned at all."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -254,21 +227,6 @@ def test_constraints_satisfy_the_bounds() -> None:
     for requirement in map(Requirement, wanted):
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier, str(requirement)
     assert pins["torch"] == "2.13.0"  # without a local part, which would name one build
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").rglob("*.y*ml")), ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_configs_parse(path: Path) -> None:
-    """Catches a config that is no longer YAML, or that is a list or empty."""
-    assert isinstance(yaml.safe_load(path.read_text()), dict)
-
-
-def test_continuous_integration_runs_the_tests() -> None:
-    """Catches a script that lost its executable bit."""
-    script = ROOT / ".ci" / "run"
-    assert script.stat().st_mode & stat.S_IXUSR
-    assert "make test" in script.read_text()
 
 
 def make(*arguments: str) -> str:
@@ -289,7 +247,7 @@ def test_quickstart_is_five_commands_in_order(tmp_path: Path) -> None:
 
 
 def test_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Catches a second run that repeats finished steps, or that starts an interrupted training anew."""
+    """Catches a second run that repeats finished steps, or that restarts an interrupted training."""
     for name in ("stdlib", "features"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".done").touch()
@@ -320,19 +278,3 @@ def test_real_takes_the_users_dialogues_or_makes_some(tmp_path: Path) -> None:
         for step in [*steps[:2], *first, *steps[2:]]:
             place = text.index(step, place + 1)
         assert ("data_prep.split mine.json" in text) == bool(given)
-
-
-def test_too_old_python_is_refused(tmp_path: Path) -> None:
-    """Catches an installation that fails after minutes, deep in a build, because python3 is 3.9."""
-    old = tmp_path / "python3.9"
-    old.write_text('#!/bin/sh\ncase "$1" in --version) echo "Python 3.9.2";; *) exit 1;; esac\n')
-    old.chmod(0o755)
-    for python, message in (
-        (old, "Python 3.9.2, but 3.11 or newer is needed"),
-        ("no-such-python", "no 'no-such-python'"),
-    ):
-        command = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode != 0
-        assert message in done.stderr
-        assert not (tmp_path / "venv").exists()

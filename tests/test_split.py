@@ -100,18 +100,6 @@ def test_the_seed_decides_and_nothing_else():
     assert chosen[0] != chosen[1] != chosen[2] != chosen[0]
 
 
-def test_too_many_held_out_is_an_error(tmp_path):
-    """Catches an empty training set, also where it is a shared question that takes everything."""
-    source = write(tmp_path / "all.jsonl", records(5))
-    with refused(r"--heldout 5 takes all of the 5 usable dialogues \(5 different first"):
-        run(source, tmp_path / "out", 5)
-    assert not (tmp_path / "out").exists()
-    with refused("takes all of the 4 .*1 different first"):
-        split([one(index, "hi") for index in range(4)], 1, 0)
-    train, heldout = run(source, tmp_path / "out", 4)
-    assert (len(train), len(heldout)) == (1, 4)
-
-
 def test_other_data_is_not_overwritten(tmp_path):
     """Catches the source replaced by a part of itself, a corpus replaced, and two splits mixed in one folder."""
     (tmp_path / "corpus").mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.stdlib_corpus import build_corpus, cut_text, main, objects_of
+from data_prep.stdlib_corpus import build_corpus, main
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -72,21 +72,3 @@ def test_no_object_is_in_two_splits():
     share = sum("train" not in names for names in splits.values()) / len(splits)
     assert 0.02 < share < 0.06
     assert sum(names == {"tune"} for names in questions.values()) >= 24
-
-
-def test_objects_have_their_decorators_and_clean_docstrings():
-    """Catches source that starts below its decorator and docstrings with the file's indentation."""
-    text = 'class A:\n    @property\n    def x(self):\n        """One.\n\n        Two."""\n\n    def y(self): pass\n'
-    found = {item.name: item for item in objects_of("m", text)}
-    assert set(found) == {"m", "m.A", "m.A.x", "m.A.y"}
-    assert found["m.A.x"].source.startswith("@property\ndef x")
-    assert found["m.A.x"].doc == "One.\n\nTwo."
-    assert found["m.A.x"].group == "m.A" and found["m.A"].methods == ("x", "y")
-
-
-def test_cuts_fall_between_lines():
-    """Catches a cut inside a line."""
-    text = "\n".join(f"line {i}" for i in range(100))
-    cut = cut_text(text, 200)
-    assert len(cut) <= 200 and text.startswith(cut + "\n")
-    assert cut_text("short", 200) == "short"

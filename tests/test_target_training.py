@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import signal
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def losses(config):
 
 
 class KilledError(Exception):
-    """Stands for kill -9."""
+    """Replaces kill -9."""
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
@@ -93,32 +92,6 @@ def test_a_draft_model_takes_its_targets_tokenizer(corpus, tmp_path):
     assert f"those of {target / 'final'}" in card and "standard library" not in card
     with pytest.raises(ValueError, match=r"has 4\d\d tokens, and model.vocab_size is 300"):
         target_run.TargetRun(tiny(copy, tmp_path / "less", **other, model=shape | {"vocab_size": 300}), False, [])
-
-
-def test_a_finished_run_is_left_alone(corpus, tmp_path, capsys):
-    """Catches a forgotten --resume that takes the only checkpoint apart to write it anew, or an export never made."""
-    config = tiny(corpus, tmp_path, steps=2)
-    target_run.TargetRun(config, False, []).train()
-    assert not target_run.is_finished(config)  # killed before its export
-    target_run.run(config, True, [])
-    files = [path for folder in (config.run_dir, config.final_dir) for path in folder.rglob("*") if path.is_file()]
-    before = {path: path.stat().st_mtime_ns for path in files}
-    capsys.readouterr()
-    target_run.run(config, True, [])
-    assert "finished already, at step 2" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in files} == before
-
-
-def test_sigterm_saves_and_says_how_to_go_on(corpus, tmp_path):
-    """Catches up to `save_minutes` of work lost to a scheduler's time limit."""
-    config = tiny(corpus, tmp_path)
-    run = target_run.TargetRun(config, False, [])
-    run.ask_to_stop()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run.train()
-    assert caught.value.args == (signal.SIGTERM,)
-    assert (config.run_dir / "checkpoint-00000001").is_dir()
-    assert "--resume" in target_run.kept(config)
 
 
 def test_export_loads_with_stock_classes_and_has_a_card(corpus, tmp_path):

@@ -6,7 +6,6 @@ import pytest
 from test_features import write_config
 
 from data_prep import throughput
-from data_prep.extraction import stores
 from data_prep.extraction import throughput as measuring
 from drafters.model.target import TargetModel
 
@@ -53,19 +52,3 @@ def test_both_sides_run_the_same_batches(
         "result",
         "train.jsonl",
     ]
-
-
-def test_mistakes_and_failures(tmp_path, target_folder, monkeypatch):  # noqa: F811
-    """Catches gigabytes left on the disk by a measurement that failed, and a split that does not exist."""
-    config = write_config(tmp_path, target_folder)
-    with pytest.raises(ValueError, match="--split test: .* has the splits heldout, train"):
-        throughput.main(["--config", str(config), "--split", "test"])
-    before = sorted(tmp_path.iterdir())
-
-    def fails(*arguments):
-        raise ValueError("out of memory")
-
-    monkeypatch.setattr(stores, "empty_states", fails)
-    with pytest.raises(ValueError, match="out of memory"):
-        throughput.main(["--config", str(config)])
-    assert sorted(tmp_path.iterdir()) == before

@@ -148,7 +148,7 @@ def test_ranks_share_the_global_batches(store: FeatureStore) -> None:
 
 
 def test_a_rank_without_work_adds_nothing(store: FeatureStore) -> None:
-    """A stand-in micro-batch whose tokens are trained on or counted."""
+    """An empty micro-batch whose tokens are trained on or counted."""
     batch = collate_or_stand_in(store, [], [3, 2, 0])
     assert batch.input_ids.shape == (1, 5)
     assert not batch.loss_mask.any()

@@ -19,7 +19,7 @@ from drafters.drafting.draft_model import load_draft_model
 from train.core import losses
 from train.core.losses import Pairs, divergence_sum
 from train.draft.export import with_weights
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "tie_word_embeddings": True}
@@ -87,10 +87,10 @@ def test_divergences_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_it_learns_from_where_the_draft_model_stands(
+def test_training_starts_from_the_draft_model(
     settings: dict[str, Any], draft: Path, target: TargetModel, precision: str
 ) -> None:
-    """Random weights in the place of the draft model's, an LM head that is not trained or not saved, a folder that
+    """Random weights instead of the draft model's, an LM head that is not trained or not saved, a folder that
     transformers or a drafter does not load."""
     out = Path(settings["out"])
     tau = {"tau_every": 40, "tau_prompts": 1, "tau_new_tokens": 4} if precision == "bf16" else {}
@@ -143,7 +143,7 @@ def test_lora_leaves_an_adapter_that_merges(settings: dict[str, Any], draft: Pat
     model itself trained or saved; a finished run that is not seen as one."""
     from peft import PeftModel
 
-    from train.run.endings import finished_at
+    from train.run.training import finished_at
 
     out, lora = Path(settings["out"]), {"r": 4, "alpha": 12}
     run = tiny_run.train_here("draft_model", settings | {"steps": 30, "lora": lora})
@@ -203,7 +203,9 @@ def test_killed_and_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
     tiny_run.train_here("draft_model", values | {"out": str(tmp_path / "reference")})
     tiny_run.killed_and_resumed([{"kind": "draft_model", "values": values, "point": "named:2"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
-    ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
+    ours, theirs = (
+        [{k: v for k, v in row.items() if k not in tiny_run.TIMED} for row in read_metrics(run)] for run in runs
+    )
     assert ours == theirs
     one, other = (load_file(run / "adapter_model.safetensors") for run in runs)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)

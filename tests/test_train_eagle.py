@@ -26,11 +26,6 @@ from train.run.files import read_metrics
 from train.run.loop import TrainingDiverged
 
 
-@pytest.fixture
-def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
-    return tiny_run.settings(target.name, features, tmp_path / "run")
-
-
 def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out) if "loss" in row]
 

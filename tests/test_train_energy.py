@@ -13,7 +13,6 @@ from drafters import TargetModel
 from drafters.common import energy
 from train.run.files import read_metrics
 from train.run.loop import TrainRun
-from train.run.state import PROGRESS, checksums
 from train.watch import energy as watched
 
 JOULES_A_STEP = 20
@@ -73,19 +72,3 @@ def test_joules_of_a_run_that_was_interrupted(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["joules"] == 6 * JOULES_A_STEP and summary["energy"]["available"]
     assert json.loads((out / "config.json").read_text())["training"]["joules"] == 6 * JOULES_A_STEP
-
-
-def test_a_state_of_before_energy_was_counted(
-    settings: dict[str, Any], powercap: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a part of the joules that passes for all of them."""
-    tiny_run.train_here("eagle", settings)
-    state = Path(settings["out"]) / "state" / "step-00000006"
-    progress = json.loads((state / PROGRESS).read_text())
-    del progress["joules"], progress["sha256"]
-    (state / PROGRESS).write_text(json.dumps({**progress, "sha256": checksums(state, progress)}))
-    monkeypatch.setattr(TrainRun, "_step", turned(powercap))
-    run = tiny_run.train_here("eagle", {**settings, "steps": 8}, resume=True)
-    summary = json.loads((run.config.out / "summary.json").read_text())
-    assert run.progress.joules is None and summary["joules"] is None and summary["steps"] == 8
-    assert summary["energy"] == {"available": False, "how": "not all of the run was counted"}

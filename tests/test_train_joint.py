@@ -23,8 +23,8 @@ from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
 from train.medusa import JointTask
-from train.run.endings import farewell, finished_at
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
+from train.run.training import farewell, finished_at
 
 HEADS = 3
 LORA = {"r": 4, "alpha": 8}
@@ -150,13 +150,15 @@ def test_the_target_waits_and_then_has_a_rate_of_its_own(settings: dict[str, Any
 
 
 def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
-    """LoRA without the target beneath, moments of another part, dropout of another step, warm-up begun anew."""
+    """LoRA without the target beneath, moments of another part, dropout of another step, warm-up begun again."""
     lora = LORA | {"dropout": 0.2}
     values = fields(settings, lora=lora) | {"steps": 8, "save_every": 3, "precision": "float32"}
     tiny_run.train_here("medusa", values | {"out": str(tmp_path / "reference")})
     tiny_run.killed_and_resumed([{"kind": "medusa", "values": values, "point": "named:2"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
-    ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
+    ours, theirs = (
+        [{k: v for k, v in row.items() if k not in tiny_run.TIMED} for row in read_metrics(run)] for run in runs
+    )
     assert [one.keys() for one in ours] == [other.keys() for other in theirs]
     # Up to rounding: a product's last bit may hang on where in memory a process has its tensors, and in bf16 a few
     # steps make percents of that. Losses alone: of rates over a few tokens one is a large part.
@@ -171,7 +173,7 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
 
 
 def test_whole_targets_are_tuned_too(settings: dict[str, Any], target: TargetModel, features: Path) -> None:
-    """Layers that stay as they are, an embedding or LM head that does not, heads that begin anew."""
+    """Layers that stay as they are, an embedding or LM head that does not, heads that are initialised again."""
     first = tiny_run.settings(target.name, features, Path(settings["out"]).with_name("first"), heads=HEADS, steps=3)
     tiny_run.train_here("medusa", first)
     changes = {"init_from": first["out"], "steps": 1, "learning_rate": 1e-6, "weight_average": 0.5}

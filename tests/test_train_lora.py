@@ -1,6 +1,5 @@
 """``lora:`` of a learned drafter's training: adapters of a trained head, and how they are merged and refused."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
 from train.core.weights import exported
-from train.run.endings import finished_at
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
+from train.run.training import finished_at
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_resumed_adapter_is_the_same(settings: dict[str, Any], head: Path, tmp
     one, other = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("run", "reference"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)
     rows = [
-        [{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(tmp_path / run)]
+        [{k: v for k, v in row.items() if k not in tiny_run.TIMED} for row in read_metrics(tmp_path / run)]
         for run in ("run", "reference")
     ]
     assert [row for row in rows[0] if "loss" in row] == [row for row in rows[1] if "loss" in row]
@@ -102,37 +101,6 @@ def test_a_resumed_adapter_is_the_same(settings: dict[str, Any], head: Path, tmp
     save_checkpoint(tmp_path / "base", {name: value * 2 for name, value in weights.items()}, config)
     with pytest.raises(ValueError, match=r"init_from .*base' is another drafter \(fingerprint .*begun on"):
         tiny_run.train_here("eagle", values | {"steps": 6, "schedule": "constant"}, resume=True)
-
-
-def change(folder: Path, file: str, **values: Any) -> None:
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-@pytest.mark.parametrize(
-    ("file", "values", "message"),
-    [
-        ("adapter_config.json", {"peft_type": "IA3"}, "adapter of type 'IA3', and only LORA is merged"),
-        ("adapter_config.json", {"use_dora": True}, "adapter with use_dora, and only plain LoRA"),
-        ("adapter_config.json", {"r": 2}, "does not fit the base model .* of another shape"),
-        ("adapter_config.json", {"target_modules": ["fc"]}, "does not fit the base model .* unknown"),
-        (
-            "config.json",
-            {"base": {"name": "nowhere/at/all", "fingerprint": "0"}},
-            r"of the drafter 'nowhere/at/all', wh.*ad",
-        ),
-        ("config.json", {"base": {"name": ""}}, "base.fingerprint"),
-    ],
-)
-def test_adapters_that_are_not_merged(
-    file: str, values: dict[str, Any], message: str, trained: Any, target: TargetModel, tmp_path: Path
-) -> None:
-    """Catches an adapter merged as what it is not, and one without its base that says nothing of it."""
-    folder = tmp_path / "a"
-    shutil.copytree(trained.config.out, folder, ignore=shutil.ignore_patterns("state", "tensorboard"))
-    change(folder, file, **values)
-    with pytest.raises(ValueError, match=message):
-        load_drafter(str(folder), target)
 
 
 def test_trainings_that_are_refused(

@@ -207,12 +207,9 @@ def test_a_resumed_run_keeps_its_templates_date(
 
 
 def test_features_that_are_not_finite_are_left_out(
-    target: Path,
-    data: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    target: Path, data: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """NaN of one dialogue that reaches its neighbours in the row, the loss, or nobody's notice."""
+    """NaN of one dialogue that reaches its neighbours in the row, the loss, or that is not reported."""
     values = settings(target, Path("unused"))
     config = validate(EagleConfig, {**values, "data": data}, source="test")
     inputs = open_inputs(config)
@@ -253,20 +250,8 @@ def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path:
         tiny_run.train_here("eagle", values)
     with pytest.raises(ValueError, match=r"data is only read with features: online, and features is 'stores'"):
         tiny_run.train_here("eagle", {**values, "features": "stores", "data": data})
-    with pytest.raises(ValueError, match=r"exit_layer.* \[4\].* has 4 layers; choose from 1 to 3"):
-        tiny_run.train_here("kangaroo", {**values, "data": data, "exit_layer": 4})
-    with pytest.raises(ValueError, match=r"max_length is 999, but .* was made for 256 tokens; set max_length=256"):
-        tiny_run.train_here("eagle", {**values, "data": {**data, "max_length": 999}})
-    with pytest.raises(ValueError, match=r"no data file at .*nowhere.jsonl"):
-        tiny_run.train_here("eagle", {**values, "data": {**data, "train": "nowhere.jsonl"}})
     with pytest.raises(ValueError, match=r"splits 'train' and 'heldout' are the same data"):
         tiny_run.train_here("eagle", {**values, "data": {**data, "heldout": data["train"]}})
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text(json.dumps({"id": "e", "conversations": []}) + "\n")
-    with pytest.raises(ValueError, match=r"empty.jsonl: none of 1 records is a usable dialogue .*empty_dialogue 1"):
-        tiny_run.train_here("eagle", {**values, "data": {**data, "train": str(empty)}})
-    with pytest.raises(ValueError, match="unknown key 'data.max_lenght'; did you mean 'max_length'"):
-        tiny_run.train_here("eagle", {**values, "data": {**data, "max_lenght": 9}})
     assert not Path(values["out"]).exists()
 
 

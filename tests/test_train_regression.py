@@ -82,7 +82,7 @@ def test_no_layer_adds_anything(family: str) -> None:
 
 def test_a_run(folder: Path, tmp_path: Path) -> None:
     """Catches a start that the optimizer's own copy of the weights does not have, a layer that stays nothing, and a
-    run that begins anew when it goes on."""
+    run that restarts instead of going on."""
     target, features = str(folder / "target"), folder / "features"
     values = tiny_run.settings(target, features, tmp_path / "drawn", learning_rate=1e-3, schedule="constant")
     tiny_run.train_here("eagle", values)

@@ -68,7 +68,7 @@ def test_ranks_go_on_from_one_step() -> None:
 
 
 def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:
-    """A requeued job that starts anew over its own state, or a first one that asks to resume nothing."""
+    """A requeued job that restarts over its own state, or a first one that asks to resume nothing."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").write_text("")
     srun = tmp_path / "bin" / "srun"
@@ -99,7 +99,7 @@ def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_slurm_tasks_train_one_drafter(tmp_path: Path) -> None:
     """Variables that look right, and with which torch.distributed does not start; a rank without a dialogue."""
-    lengths = {"train": [19, 14, 20, 17, 12, 18], "heldout": [15, 11, 20]}  # of which no two fit into a batch
+    lengths = {"train": [19, 14, 20, 17, 12, 18], "heldout": [15, 11, 20]}  # no two fit into a batch
     features = tiny_run.write_stores(tmp_path / "features", tiny_run.save_target(tmp_path / "target"), lengths)
     changes = {"steps": 4, "schedule": "constant", "batch_tokens": 20, "heldout_tokens": 20}
     values: dict[str, Any] = tiny_run.settings(str(tmp_path / "target"), features, tmp_path / "alone", **changes)

@@ -73,7 +73,7 @@ def test_a_flipped_bit_stops_the_run(settings: dict[str, Any], tmp_path: Path, s
     assert not list((tmp_path / "run").glob("state/step-*"))
 
 
-def test_a_run_goes_on_when_the_shard_is_mended(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_when_the_shard_is_repaired(settings: dict[str, Any], tmp_path: Path) -> None:
     """Catches a state made from a broken shard that a resumed run starts from, and a check that resuming skips."""
     tiny_run.train_here("eagle", {**settings, "steps": 3, "schedule": "constant"})
     shard = tmp_path / "features" / "train" / "shard-00000.safetensors"

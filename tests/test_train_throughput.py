@@ -1,7 +1,6 @@
 """train/throughput.py and the plain formulation that it compares with (train/bench/reference.py)."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_sample
 from train.core import engine
 from train.core.optimizer import MasterAdamW
 from train.core.task import Task, make_task
-from train.data import shard_check
 from train.data.packing import collate
 
 DIALOGUES = [3, 0, 1, 2, 6]
-SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"
 
 
 def task_of(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:
@@ -61,11 +58,11 @@ def test_plain_formulation_has_our_loss_and_gradients(
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
-    """Masters that are rounded, a clip before the last micro-batch, a sum in the place of a mean over them."""
+    """Masters that are rounded, a clip before the last micro-batch, a sum instead of a mean over them."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # At stage 0 in bf16, DeepSpeed begins with a step on zeros, which moves Adam's bias corrections by one step.
     changes = {"precision": precision, "zero_stage": 1, "gradient_accumulation": 2}
-    # The clip lies between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
+    # The clip is between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
     changes |= {"gradient_clipping": 15.0 if precision == "float32" else 1000.0, "weight_decay": 0.1}
     task, other = (task_of("eagle", folder, load_frozen_ends(str(folder / "target"), dtype), **changes) for _ in "ab")
     engine.start(task.config)
@@ -108,56 +105,3 @@ def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, 
     assert not (tmp_path / "run").exists()
     printed = capsys.readouterr().out
     assert "ratio  " in printed and "times the tokens/s (median of 2 rounds)" in printed
-
-
-def test_what_checksums_cost(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Catches a side that is said to be verified and hashes nothing, or does so once for all rounds."""
-    values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    hashed: list[str] = []
-    monkeypatch.setattr(shard_check, "is_whole", lambda path, entry: hashed.append(entry.file) or True)
-    options = ["--verify", "--rounds", "2", "--steps", "1", "--out", str(tmp_path / "result.json")]
-    throughput.main(["--config", str(tmp_path / "run.yaml"), *options])
-    assert hashed == ["shard-00000.safetensors"] * 3
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["verified"]["rounds"]) == len(result["unverified"]["rounds"]) == 2
-    assert result["verified"]["padding"] == result["unverified"]["padding"] == 0
-    assert "verified  " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("method", ["eagle", "kangaroo"])
-def test_a_shape_needs_neither_files_nor_deepspeed(
-    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
-    for name in ("deepspeed", "datasets", "tensorboard"):
-        monkeypatch.setitem(sys.modules, name, None)
-    options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
-    lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]
-    throughput.main([*options, *lengths, "precision=float32"])
-    result = json.loads((tmp_path / "r.json").read_text())
-    assert result["shape"] == {"hidden": 32, "vocab": 101, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    assert 5 < result["mean_length"] < 30
-    assert result["ours"]["tokens_per_second"] > 0 and result["plain"]["tokens_per_second"] > 0
-    assert result["ours"]["mfu"] is None  # a CPU's peak is not known
-
-
-def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:
-    """A misspelt key measured at the default, or rounds that the store has no batches for."""
-    with pytest.raises(ValueError, match=r"--shape 'hiden=8': give hidden=N, vocab=N"):
-        throughput.main(["--shape", "hiden=8"])
-    with pytest.raises(ValueError, match=r"--shape: 4 heads cannot share 3 kv_heads"):
-        throughput.main(["--shape", "heads=4,kv_heads=3"])
-    with pytest.raises(ValueError, match=r"--shape: hidden=33 must be an even multiple of heads=4"):
-        throughput.main(["--shape", "hidden=33,heads=4,kv_heads=2"])
-    for wrong in (["--rounds", "0"], ["--steps", "-1"], ["--tokens", "x"], ["--workers", "-1"]):
-        with pytest.raises(SystemExit):
-            throughput.main(["--shape", SMALL, *wrong])
-    with pytest.raises(ValueError, match=r"has no classification_loss: lk_alpha, no unroll: 2; set .* unroll=1"):
-        throughput.main(["--shape", SMALL, "classification_loss=lk_alpha", "unroll=2"])
-    with pytest.raises(ValueError, match="unknown key 'precison'; did you mean 'precision'"):
-        throughput.main(["--shape", SMALL, "precison=bf16"])
-    values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(ValueError, match=r"batches of 64 tokens, fewer than 10 rounds; lower --rounds"):
-        throughput.main(["--config", str(tmp_path / "run.yaml"), "--rounds", "9"])

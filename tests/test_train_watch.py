@@ -26,24 +26,18 @@ from train.core.task import Task, make_task
 from train.data.packing import Position, collate
 from train.preflight.estimate import meta_ends
 from train.run import loop
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
 from train.watch import heldout
 from train.watch.flops import training_cost
-from train.watch.positions import answer_positions, bucket_name, by_position
+from train.watch.heldout import answer_positions, bucket_name, by_position
 from train.watch.tau import held_out_prompts
-
-
-@pytest.fixture
-def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
-    return tiny_run.settings(target.name, features, tmp_path / "run")
-
 
 TAU = {"tau_every": 3, "tau_prompts": 3, "tau_new_tokens": 12}
 
 
 def untimed(out: Path) -> list[dict[str, float]]:
     """The figures of training and held-out losses alone."""
-    rows = [{name: value for name, value in row.items() if name not in TIMED} for row in read_metrics(out)]
+    rows = [{name: value for name, value in row.items() if name not in tiny_run.TIMED} for row in read_metrics(out)]
     return [row for row in rows if "heldout_tau" not in row]
 
 
@@ -170,7 +164,7 @@ def test_answer_positions() -> None:
 @pytest.mark.parametrize("kind", ["eagle", "kangaroo", "medusa"])
 def test_buckets_make_up_the_whole(settings: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token counted in two buckets or in none, or a bucket's loss over other rows than its count."""
-    monkeypatch.setattr("train.watch.positions.BUCKETS", ((0, 2), (2, 5), (5, None)))
+    monkeypatch.setattr("train.watch.heldout.BUCKETS", ((0, 2), (2, 5), (5, None)))
     values = {**settings, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
     run = tiny_run.train_here(kind, values)
     packed = tiny_run.with_rows(run.task, collate(run.inputs.heldout, [0, 1, 2], run.config.taps))
@@ -281,27 +275,10 @@ def test_summary_of_a_finished_run(settings: dict[str, Any], monkeypatch: pytest
     assert json.loads((out / "summary.json").read_text())["steps"] == 8
 
 
-def test_summary_of_an_interrupted_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after hours that leaves no summary, or one that says "finished"."""
-    out, step = Path(settings["out"]), loop.TrainRun._step
-
-    def interrupted(self: loop.TrainRun, *arguments: Any) -> None:
-        if self.progress.step == 4:
-            raise KeyboardInterrupt
-        step(self, *arguments)
-
-    monkeypatch.setattr(loop.TrainRun, "_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tiny_run.train_here("eagle", {**settings, "save_every": 2})
-    made = json.loads((out / "summary.json").read_text())
-    assert (made["ended"], made["steps"]) == ("interrupted after step 4", 4)
-    assert made["last_good_state"].endswith("step-00000004")
-
-
 def test_nan_on_held_out_text_is_told_and_survived(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that ends over one bad held-out dialogue, a NaN in TensorBoard, or one that nobody hears of."""
+    """A run that ends over one bad held-out dialogue, a NaN in TensorBoard, or one that is not reported."""
     figures = heldout.Heldout.figures
     monkeypatch.setattr(
         heldout.Heldout, "figures", lambda self, *given: {**figures(self, *given), "heldout_loss": math.nan}

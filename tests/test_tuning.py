@@ -58,7 +58,7 @@ def test_every_row_of_the_table_is_tuned() -> None:
 
 
 def test_the_table_has_the_settings_that_were_found() -> None:
-    """Catches settings edited by hand after the search, or a search run anew whose result nobody took over."""
+    """Catches settings edited by hand after the search, or a second search whose result was not copied."""
     found = {(entry["label"], t): entry for entry in yaml.safe_load(FOUND.read_text()) for t in entry["temperatures"]}
     shown = rows()
     assert found.keys() == searches().keys()
@@ -68,7 +68,7 @@ def test_the_table_has_the_settings_that_were_found() -> None:
 
 
 def test_nothing_is_tuned_on_what_is_measured() -> None:
-    """Catches a search on the prompts of a table (that no dialogue stands in two of the corpus' files is tested there),
+    """Catches a search on the prompts of a table (that no dialogue is in two of the corpus' files is tested there),
     and a drafter trained on either."""
     measured, tuned = set(), set()
     for file in CONFIGS.rglob("*.yaml"):

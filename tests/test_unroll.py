@@ -46,7 +46,7 @@ def task_of(folder: Path, ends: FrozenEnds, **changes: object) -> EagleTask:
 @torch.no_grad()
 def test_steps_equal_decoding(family: str, inputs: HeadInputs, tmp_path: Path) -> None:
     """A step that sees a true feature past its chain's beginning, another chain's prediction or another dialogue, that
-    forgets its own earlier steps, or stands at another position than in decoding."""
+    forgets its own earlier steps, or has another position than in decoding."""
     target = tiny_run.save_target(tmp_path / "target", family)
     features = tiny_run.write_stores(tmp_path / "features", target)
     store = FeatureStore.open(features / "train")
@@ -94,7 +94,7 @@ def by_hand(task: EagleTask, store: FeatureStore, index: int) -> list[torch.Tens
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_losses_equal_those_by_hand(folder: Path, store: FeatureStore, ends: FrozenEnds, checkpointing: bool) -> None:
     """A step against another's target, a gradient through what is fed back, a weight that is lost; keys of later steps
-    in the place of the earlier ones' when the forward pass is done again."""
+    instead of the earlier ones' when the forward pass is done again."""
     task = task_of(folder, ends, unroll=STEPS, unroll_weight=0.5)
     batch = collate(store, DIALOGUES, one_row=True)
     expected = [sum(parts) for parts in zip(*(by_hand(task, store, index) for index in DIALOGUES), strict=True)]
@@ -149,7 +149,7 @@ def test_flops_and_memory(folder: Path, store: FeatureStore, ends: FrozenEnds) -
     cost = training_cost(task)
     every_pair = cost.token * length + cost.pair * length**2 + cost.row * len(rows)  # the counter knows no causal mask
     assert counter.get_total_flops() - angles.get_total_flops() == every_pair
-    size = estimate.MicroBatch(2, 16)
+    size = [16] * 2
     one, three = (
         estimate.pass_memory(EagleConfig(**{**task.config.model_dump(), "unroll": steps}), ends.config, size)
         for steps in (1, 3)
@@ -170,6 +170,6 @@ def test_a_run(target: TargetModel, features: Path, tmp_path: Path, changes: dic
     )
     assert ours[-1]["loss"] < 0.9 * ours[0]["loss"]
     assert ours[-1]["classification_loss_1"] < ours[0]["classification_loss_1"]
-    # Later on sums in another order move the norm of some steps by a tenth: of which ones, the processor decides.
+    # Later on sums in another order move the norm of some steps by a tenth. Which steps depends on the processor.
     for name, steps in (("loss", 5), ("regression_loss_1", 5), ("grad_norm", 2)):
         assert [row[name] for row in others[:steps]] == pytest.approx([row[name] for row in ours[:steps]], rel=1e-3)

@@ -37,6 +37,8 @@ from train.run.inputs import open_inputs
 from train.run.loop import TrainRun
 
 ROOT = Path(__file__).resolve().parents[1]
+# Figures in metrics.jsonl of the machine and not of the training, which differ between equal runs.
+TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds", "joules")
 TAP = 2
 draw = picture.draw  # which without_pictures takes away
 LENGTHS = {"train": [9, 17, 5, 23, 12, 30, 7, 14, 21, 11, 26, 8, 16, 19], "heldout": [15, 10, 22]}
@@ -235,7 +237,7 @@ def without_pictures() -> None:
 
 
 def arguments(**given: Any) -> Namespace:
-    """A command line of train/<kind>.py, with what is ``given`` in the place of defaults."""
+    """A command line of train/<kind>.py, with ``given`` instead of defaults."""
     return Namespace(**vars(command_line.parse_arguments(None, ["--config", "none"])) | given)
 
 

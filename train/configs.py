@@ -216,7 +216,7 @@ class Boost(Config):
     """``boost:``: train only on rows that earlier draft models do not cover (SpecInfer)."""
 
     after: list[str] = Field(min_length=1, description="folders or Hub names of the earlier draft models")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which must be right")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation; all must be right")
     keep: float = Field(0.0, ge=0, le=1, description="share of the covered rows that is trained on, too")
 
 
@@ -295,7 +295,7 @@ class BoostConfig(Config):
     run: Path = Field(description="config of train/draft_model.py, without draft_model, boost, seed and out")
     draft_models: list[str] = Field(min_length=2, description="the model that each begins as; repetition is allowed")
     out: Path = Field(description="folder of the runs: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which must be right")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation; all must be right")
     keep: float = Field(0.0, ge=0, le=1, description="share of the covered rows that is trained on, too")
     seeds: bool = Field(True, description="also train the same number on everything, to compare with")
 

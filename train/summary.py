@@ -8,8 +8,7 @@ A run writes them when it ends, is interrupted or diverges; this makes them agai
 from pathlib import Path
 
 from drafters.cli.program import CommandLine, run_program
-from train.run.answers import answers_line
-from train.run.summary import write_summary
+from train.run.summary import answers_line, write_summary
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from drafters.loop.acceptance import Verdict, collect, walk_by_level
+from drafters.loop.acceptance import Verdict, collect, walk_by_row
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
 
@@ -73,17 +73,13 @@ class ByText:
         state, chosen = self.state, chosen_by(sampling)
         tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
 
-        def after(at: Tensor, active: Tensor) -> Tensor:
-            p = torch.zeros(len(logits), logits.shape[-1], device=logits.device)  # [B, V]
-            for row, (end, needed) in enumerate(zip(at.tolist(), active.tolist(), strict=True)):
-                if needed:
-                    drafted = _path(tokens[row], parents[row], end - 1)
-                    p[row] = chosen.probabilities(scores_after(state, row, drafted, logits[row, end]))
-            return p
+        def after(row: int, at: int) -> Tensor:
+            drafted = _path(tokens[row], parents[row], at - 1)
+            return chosen.probabilities(scores_after(state, row, drafted, logits[row, at]))
 
         uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
-        unfinished = ~torch.tensor(state.finished, device=logits.device)
-        return collect(draft, see, *walk_by_level(draft, after, unfinished, uniform, generator))
+        unfinished = [not finished for finished in state.finished]
+        return collect(draft, see, *walk_by_row(draft, after, unfinished, uniform, generator))
 
 
 def _path(tokens: list[int], parents: list[int], node: int) -> list[int]:

@@ -33,7 +33,7 @@ class Record:
     Attributes:
         messages: messages before the first answer. later: the user's turns after it.
         fields: the whole record, which judges an answer.
-        suite: the suite it comes from, if any. metric: how that suite judges the answer, if it does.
+        suite: the suite it comes from, or None. metric: how that suite judges the answer, or None.
     """
 
     id: str

@@ -59,22 +59,10 @@ def to(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-@_answers(torch.Tensor.cuda)
-def cuda(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``.cuda()``."""
-    return _to(gpu, args[0], CUDA, None, bool(kwargs.get("non_blocking", False)), False)
-
-
 @_answers(torch.Tensor.cpu)
 def cpu(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``.cpu()``."""
     return _to(gpu, args[0], HOST, None, False, False)
-
-
-@_answers(torch.Tensor.type_as)
-def type_as(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``.type_as(other)``."""
-    return _to(gpu, args[0], args[1].device, args[1].dtype, False, False)
 
 
 @_answers(torch.tensor, torch.as_tensor, torch.asarray)
@@ -99,30 +87,28 @@ def tensor(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return gpu.move(made.detach(), CUDA, False).requires_grad_(wanted)
 
 
-@_answers(torch.Tensor.new_tensor)
-def new_tensor(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``.new_tensor(data)``."""
-    kwargs = {"dtype": args[0].dtype, "device": args[0].device} | kwargs
-    return tensor(gpu, torch.tensor, args[1:], kwargs)
-
-
 @_answers(torch.Tensor.pin_memory)
 def pin_memory(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A copy in pinned memory, or what is there already."""
     if isinstance(args[0], CudaTensor):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    return args[0] if gpu.is_pinned(args[0]) else gpu.pin(args[0].clone())
+    given = args[0]
+    if any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride(), strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to one location"
+        )
+    return given if gpu.is_pinned(given) else gpu.pin(given.clone())
 
 
 @_answers(torch.Tensor.is_pinned)
 def is_pinned(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it lies in pinned memory."""
+    """``.is_pinned()``."""
     return not isinstance(args[0], CudaTensor) and gpu.is_pinned(args[0])
 
 
 @_answers(torch.Tensor.tolist)
 def tolist(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One copy to the host, whatever the size."""
+    """One copy to the host for any size."""
     with _WITHOUT():
         if not isinstance(args[0], CudaTensor):
             return func(*args)
@@ -142,7 +128,7 @@ def numpy(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 @_answers(torch.Tensor.__repr__)
 def represent(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """For messages: nobody counts what they cost."""
+    """For messages, which are not counted."""
     with _WITHOUT():
         return func(plain(args[0]) if isinstance(args[0], CudaTensor) else args[0])
 
@@ -176,7 +162,8 @@ def set_item(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -
         gpu.own.filling, gpu.own.placing = before, placing
 
 
-@_answers(torch.Tensor.get_device)
-def get_device(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """The device's number."""
-    return 0 if isinstance(args[0], CudaTensor) else -1
+@_answers(torch.bmm)
+def bmm(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With ``out_dtype``, which no CPU has."""
+    wide = kwargs.pop("out_dtype", None)
+    return torch.ops.aten.bmm(*args) if wide is None else torch.ops.aten.bmm(*(x.to(wide) for x in args))

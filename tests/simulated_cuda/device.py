@@ -4,8 +4,8 @@ Tensors on it carry a logical device, "cuda:0", and live in CPU memory with real
 (operands on two devices, a generator of another device, NumPy), and what costs time there is written down with the line
 of the code that asked for it: copies between host and device, and waiting for the device. Copies to or from pinned
 memory with ``non_blocking=True`` are late, as they may be there: what they bring to the host is there after the next
-synchronisation and not before. Work of two streams must be ordered by events. runtime.py has the stand-ins of
-``torch.cuda``, graphs.py those of graph capture, calls.py the calls that name a device or leave it.
+synchronisation and not before. Work of two streams must be ordered by events. runtime.py replaces ``torch.cuda``,
+graphs.py the capture of graphs, calls.py the calls that name a device or leave it.
 
 How: ``CudaTensor`` is a subclass of ``torch.Tensor`` on CPU memory. A function mode sees every call with its ``device``
 arguments; a dispatch mode sees every operation that remains of it, checks and counts, and lets the CPU compute it.
@@ -46,7 +46,7 @@ READS = {
     aten.histc,
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-# Beside the pointwise ones, what takes a number that lies on the host as a tensor of no dimensions.
+# Operations beside the pointwise ones that take a host tensor without dimensions as a number.
 TAKE_NUMBERS = {aten.fill_, aten.masked_fill, aten.masked_fill_, aten.where, aten._foreach_mul_, aten._foreach_div_}
 
 
@@ -58,7 +58,7 @@ class CudaTensor(torch.Tensor):
     is_cuda, is_cpu = property(lambda self: True), property(lambda self: False)
 
     def record_stream(self, stream: Any) -> None:
-        """Memory is never lent anew while it is used here, so there is nothing to keep from it."""
+        """Do nothing: memory is never reused while it is in use here."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,7 +144,7 @@ class SimulatedCuda:
             self.settle(self.streams.mark(self.streams.current) if ticks is None else ticks)
 
     def settle(self, ticks: Ticks) -> None:
-        """So much has happened: late copies among it arrive."""
+        """Let late copies among ``ticks`` arrive."""
         self.streams.host_waits(ticks)
         late, self._late = self._late, []
         for stream, tick, arrive in late:
@@ -164,7 +164,7 @@ class SimulatedCuda:
         return value
 
     def is_pinned(self, value: torch.Tensor) -> bool:
-        """Whether a host tensor lies in pinned memory."""
+        """Whether a host tensor's memory is pinned."""
         found = self._pinned.get(value.untyped_storage()._cdata)
         return found is not None and not found.expired()
 
@@ -172,8 +172,6 @@ class SimulatedCuda:
 
     def move(self, value: torch.Tensor, to: torch.device, non_blocking: bool) -> Any:
         """``value`` on the other device, in new memory."""
-        if value.requires_grad and torch.is_grad_enabled():
-            return _Moved.apply(value, self, to, non_blocking)
         source = plain(value)
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             made = torch.empty_like(source, memory_format=torch.preserve_format)
@@ -224,7 +222,7 @@ class SimulatedCuda:
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operation: check it, count it, compute it."""
         with self.lock, torch._C.DisableTorchFunction():
-            if torch.is_inference_mode_enabled():  # without autograd, what operations are made of is not seen by itself
+            if torch.is_inference_mode_enabled():  # torch does not decompose operations without autograd
                 with Operations(self):
                     made = func.decompose(*args, **kwargs)
                 if made is not NotImplemented:
@@ -372,7 +370,7 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 
 
 def spoil(value: torch.Tensor) -> None:
-    """Fill memory whose contents are not there yet with what nobody can take for them."""
+    """Fill memory whose contents have not arrived with values that no test can expect."""
     if value.is_floating_point():
         value.fill_(float("nan"))
     elif value.dtype is not torch.bool:
@@ -388,19 +386,6 @@ def _unchanged(source: torch.Tensor, taken: torch.Tensor, name: str) -> None:
     with torch._C._DisableTorchDispatch():
         if not torch.equal(source.contiguous().view(torch.uint8), taken.contiguous().view(torch.uint8)):
             raise RuntimeError(f"pinned memory was written to while a copy from it was under way ({name})")
-
-
-class _Moved(torch.autograd.Function):
-    """A copy between devices, whose gradient goes back."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, gpu: SimulatedCuda, to: torch.device, non_blocking: bool) -> Any:
-        ctx.gpu, ctx.back = gpu, value.device
-        return gpu.move(value.detach(), to, non_blocking)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.gpu.move(gradients[0], ctx.back, False), None, None, None
 
 
 class Operations(TorchDispatchMode):

@@ -37,7 +37,6 @@ class Capture:
         reads, writes: all the memory that a replay does.
     """
 
-    generators: list[int] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     reads: list[torch.UntypedStorage] = field(default_factory=list)
     writes: list[torch.UntypedStorage] = field(default_factory=list)
@@ -47,7 +46,7 @@ class Capture:
 
     def check(self, func: Any, generator: torch.Generator | None) -> None:
         """Raise RuntimeError for what no graph can hold."""
-        if generator is not None and generator._cdata not in self.generators:
+        if generator is not None:
             raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode: register it first")
         if func._schema.name in REFUSED:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({func})")

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from .calls import SPECIAL
 from .device import Operations, SimulatedCuda
-from .runtime import stand_ins
+from .runtime import replaced_cuda
 
 
 class Functions(TorchFunctionMode):
@@ -52,7 +52,7 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         stack.callback(setattr, SimulatedCuda, "active", None)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a Parameter stays itself when it moves
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapped)
-        stack.enter_context(stand_ins(gpu))
+        stack.enter_context(replaced_cuda(gpu))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _seen(threading.Thread.run, gpu)))
         stack.enter_context(_modes(gpu))
         yield gpu

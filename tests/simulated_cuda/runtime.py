@@ -1,4 +1,4 @@
-"""Stand-ins of ``torch.cuda``: streams, events, graphs, generators, memory, properties."""
+"""Replacements of ``torch.cuda``: streams, events, graphs, generators, memory, properties."""
 
 import itertools
 import time
@@ -73,10 +73,6 @@ class Stream:
     def synchronize(self) -> None:
         _gpu().wait("wait", "Stream.synchronize", _gpu().streams.mark(self.number))
 
-    def query(self) -> bool:
-        _refuse_in_capture("Stream.query")
-        return _gpu().streams.host_knows(_gpu().streams.mark(self.number))
-
     def __enter__(self) -> None:
         self._before, _gpu().streams.current = _gpu().streams.current, self.number
 
@@ -96,9 +92,6 @@ class Event:
         self.ticks = streams.mark(stream.number if stream is not None else streams.current)
         self.at = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
         _gpu().wait("wait", "Event.synchronize", self.ticks)
 
@@ -108,12 +101,8 @@ class Event:
         return _gpu().streams.host_knows(self.ticks)
 
     def elapsed_time(self, end: "Event") -> float:
-        if not (self.timing and end.timing):
-            raise RuntimeError("both events must be created with enable_timing=True to measure the time between them")
-        if not (self.at and end.at):
-            raise RuntimeError("both events must be recorded before the time between them is asked for")
-        if not (self.query() and end.query()):
-            raise RuntimeError("CUDA error: device not ready: the events may not have happened; synchronize first")
+        if not (self.timing and end.timing and self.query() and end.query()):
+            raise RuntimeError("CUDA error: the time between these events is not known")
         return 1e3 * (end.at - self.at)
 
 
@@ -127,11 +116,6 @@ class CUDAGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.captured: Capture | None = None
-        self._generators: list[int] = []
-        self._pool: Any = None
-
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        self._generators.append(generator._cdata)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         gpu = _gpu()
@@ -139,8 +123,7 @@ class CUDAGraph:
             raise RuntimeError("CUDA error: a graph is being captured already")
         if gpu.streams.current == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
-        self._pool = pool or graph_pool_handle()
-        gpu.own.capture = Capture(self._generators)
+        gpu.own.capture = Capture()
 
     def capture_end(self) -> None:
         gpu = _gpu()
@@ -148,9 +131,6 @@ class CUDAGraph:
         self.captured, gpu.own.capture = gpu.own.capture, None
         self.captured.end()
         gpu.note("capture", f"{len(self.captured.operations)} operations")
-
-    def pool(self) -> Any:
-        return self._pool
 
     def replay(self) -> None:
         gpu = _gpu()
@@ -161,9 +141,6 @@ class CUDAGraph:
         gpu.note("replay", f"{len(self.captured.operations)} operations")
         self.captured.replay()
         gpu.streams.launch("a graph", self.captured.reads, self.captured.writes)
-
-    def reset(self) -> None:
-        self.captured = None
 
 
 class graph:  # noqa: N801  # as torch names it
@@ -232,7 +209,7 @@ def _device(device: Any) -> Iterator[None]:
 
 
 @contextmanager
-def stand_ins(gpu: SimulatedCuda) -> Iterator[None]:
+def replaced_cuda(gpu: SimulatedCuda) -> Iterator[None]:
     """``torch.cuda`` and ``torch.Generator`` are those of the simulation."""
     used = {"peak": 0}
 

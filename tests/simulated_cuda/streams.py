@@ -77,7 +77,7 @@ class Streams:
                 self._write(storage, name, stream, tick)
 
     def mark(self, stream: int) -> Ticks:
-        """What an event recorded now on ``stream`` stands for."""
+        """Return the launches that an event recorded now on ``stream`` waits for."""
         return dict(self.known[stream])
 
     def wait_for(self, stream: int, ticks: Ticks) -> None:

@@ -22,7 +22,7 @@ from data_prep.store.reader import FeatureStore, StoredDialogue
 from train.core.lm_heads import LMHeads
 from train.core.losses import Pairs, TopK
 from train.core.task import Task, target_states
-from train.data.packing import Batch, Span, split_evenly
+from train.data.packing import Batch, Span, TrainData, split_evenly
 
 
 def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> None:
@@ -53,15 +53,15 @@ class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
 
 
 def plain_batches(
-    plan: list[list[int]], lengths: list[int], micro_batches: int, folder: Path, workers: int, pinned: bool
+    plan: list[list[int]], data: TrainData, folder: Path, workers: int
 ) -> Generator[list[Batch], None, None]:
     """The global batches of ``plan`` as padded micro-batches, read from ``folder`` by a DataLoader."""
-    shares = [share for batch in plan for share in split_evenly(batch, lengths, micro_batches)]
+    count = data.config.gradient_accumulation
+    shares = [share for batch in plan for share in split_evenly(batch, data.lengths, count)]
     files = SampleFiles(folder)
-    loader = DataLoader(files, batch_sampler=shares, collate_fn=pad, num_workers=workers, pin_memory=pinned)
-    loaded = iter(loader)
+    loaded = iter(DataLoader(files, batch_sampler=shares, collate_fn=pad, num_workers=workers, pin_memory=data.pin))
     for _ in plan:
-        yield [next(loaded) for _ in range(micro_batches)]
+        yield [next(loaded) for _ in range(count)]
 
 
 def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
@@ -84,11 +84,8 @@ def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
 def plain_loss_sum(task: Task, module: Any, batch: Batch, seed: int | None = None) -> Tensor:
     """The task's "loss", differentiable, by full ``[B, T, V]`` logits and a mask.
 
-    Args:
-        task: gives the predictions, targets and losses, all but the cross-entropy.
-        module: what is trained.
-        batch: padded, on the module's device; ``rows`` are its trained positions.
-        seed: as for ``Task.pairs``.
+    ``task`` gives all but the cross-entropy. ``batch``: padded; ``rows`` are its trained positions. ``seed``: as for
+    ``Task.pairs``.
     """
     inputs = batch if seed is None else task.with_noise(batch, seed)
     predicted = task.predict(module, replace(inputs, spans=[]))  # without spans: plain causal attention

@@ -18,9 +18,9 @@ from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, load_config_only, resolve_device
+from train.preflight.workload import SAMPLE
 
 FEWEST = 24  # dialogues, below which nothing could be trained and measured on different ones
-SAMPLE = 256  # dialogues that are tokenized to know the lengths of all
 # Tokens of a dialogue and of an answer, as in docs/smollm2-training.md; less with a short context.
 LONGEST, ANSWER = 1024, 256
 
@@ -44,77 +44,59 @@ class Model:
 
 @dataclass
 class Data:
-    """The dialogues, their sizes estimated from a sample.
-
-    Attributes:
-        tokens, answers: of all dialogues, and those that belong to answers.
-        own: the answers are the target's own; if not, ``answered`` estimates them.
-        seconds: that reading took.
-        some, used: tokenized records, and the number of dialogues they come from.
-        asking: seconds per question if the target also asks; ``dialogues`` is then the possible number.
-    """
+    """The dialogues, their sizes estimated from a sample."""
 
     source: str
-    dialogues: int
+    dialogues: int  # if the target asks: the possible number
     turns: int
-    tokens: int
-    answers: int
-    own: bool
-    read: str
-    seconds: float
-    some: list[MaskedTokens] = field(default_factory=list)
-    used: int = 0
-    asking: float | None = None
+    tokens: int  # of all dialogues
+    answers: int  # tokens that belong to answers
+    own: bool  # the answers are the target's own; if not, ``answered`` estimates them
+    read: str  # counts in one line
+    seconds: float  # that reading took
+    some: list[MaskedTokens] = field(default_factory=list)  # records of a sample
+    used: int = 0  # dialogues that they come from
+    asking: float | None = None  # seconds per question, if the target also asks
 
     def answered(self, length: float, model: Model) -> "Data":
         """The same questions with the target's answers of ``length`` tokens, as many as fit into a dialogue."""
-        turns, tokens, answers = 0, 0.0, 0.0
+        tokens = answers = 0.0
         for one in self.some:
             so_far = before = 0.0
             for begin, end in answer_spans(one):
                 if so_far + begin - before + model.answer > model.longest:
                     break
                 so_far, before = so_far + begin - before + length, end
-                turns, answers = turns + 1, answers + length
+                answers += length
             tokens += so_far
         scale = self.dialogues / self.used
-        found = replace(self, turns=round(scale * turns), tokens=max(round(scale * tokens), 1))
-        return replace(found, answers=max(round(scale * answers), 1))
+        return replace(self, tokens=max(round(scale * tokens), 1), answers=max(round(scale * answers), 1))
 
 
 @dataclass
 class Machine:
-    """This machine. ``memory``, ``disk``: free bytes."""
+    """This machine."""
 
     device: torch.device
     gpus: int
     cores: int
-    memory: int
-    disk: int
+    memory: int  # free bytes
+    disk: int  # free bytes
     dtype: str
 
 
 @dataclass
 class Rates:
-    """Tokens/s of the target, measured here.
+    """Tokens/s of the target, measured here."""
 
-    Attributes:
-        one: decoding one text.
-        many, rows, answer: answering ``rows`` questions in parallel, with ``answer`` tokens each, on all GPUs.
-        prefill: forward of whole dialogues, on all GPUs.
-        start: seconds of a program's imports and of loading the target.
-        weights: bytes of the target.
-        exact: of the lossless test, in float32; None: not enough memory.
-    """
-
-    one: float
-    many: float
+    one: float  # decoding one text
+    many: float  # answering ``rows`` questions in parallel, on all GPUs
     rows: int
-    answer: float
-    prefill: float
-    start: float
-    weights: int
-    exact: float | None
+    answer: float  # tokens of an answer
+    prefill: float  # forward of whole dialogues, on all GPUs
+    start: float  # seconds of a program's imports and of loading the target
+    weights: int  # bytes of the target
+    exact: float | None  # of the lossless test, in float32; None: not enough memory
 
 
 def look_at_model(name: str) -> Model:
@@ -127,11 +109,7 @@ def look_at_model(name: str) -> Model:
 
 
 def look_at_data(source: str, model: Model) -> Data:
-    """Read all dialogues and tokenize some.
-
-    Raises:
-        ValueError: it cannot be read, or holds too few usable dialogues; the message has the counts.
-    """
+    """Read all dialogues and tokenize some; raises ValueError for unreadable data or too few usable dialogues."""
     sample = sample_split(source, model.chat, model.longest, SAMPLE)
     if sample.usable < FEWEST:
         raise ValueError(f"--data {source}: {sample.describe()}; at least {FEWEST} usable dialogues are needed")

@@ -1,22 +1,28 @@
 """Measure the target's speed on this machine in the steps of the plan, for about a minute."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import cycle, islice
+from statistics import mean
 
 import psutil
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from data_prep.answers.questions import Asked, draw
 from data_prep.answers.target import turn_ends
+from data_prep.common.ranks import Rank
+from data_prep.configs import MagpieConfig
+from data_prep.dialogues.reader import DroppedError
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
+from drafters.config import validate
 from drafters.loop.acceptance import FEW_ROWS
-from drafters.loop.refill import Prompt, Refilled
-from train.plan.configs import FORWARD
+from drafters.loop.refill import Refilled
+from train.configs import StartConfig
+from train.plan.configs import FORWARD, magpie, values_of
 from train.plan.facts import Data, Machine, Model, Rates, answer_spans
 
 ROWS = 64  # most dialogues answered in parallel
+QUESTIONS = 32  # usable questions in a sample, from at most three times as many
 IMPORTS = time.time() - psutil.Process().create_time()  # seconds of this program's imports
 CERTIFIED, CHAIN = 16, 3  # texts in a batch of eval.lossless (half of them in batches of FEW_ROWS); draft length
 PROMPT, TIMED = 128, 16  # tokens of the prompt and of the continuation in timed decoding
@@ -24,98 +30,107 @@ MOST = 60.0  # most seconds of timed answering
 FEWEST_ANSWERS = 32
 
 
-def measure(
-    model: Model, machine: Machine, prompts_of: Callable[[TargetModel, int], list[list[int]]], length: int | None
-) -> Rates:
-    """Load the target and time it on prompts.
+def measure(start: StartConfig, model: Model, machine: Machine, data: Data | None) -> tuple[Rates, Data]:
+    """Load the target, time it, and return also the dialogues with the target's own answers.
 
-    Args:
-        prompts_of: given the loaded target and the number of rows, returns prompts.
-        length: tokens of a dialogue if all answers are the target's already; None: the target will answer.
+    Without ``data`` they are as many as the target can ask and answer in the minutes of ``start``.
 
     Raises:
-        ValueError: an unsupported target, or too little memory.
+        ValueError: an unsupported target, too little memory, or no usable prompt.
     """
     room = machine.memory // 4 // (model.cache_bytes * model.longest)
     rows = max(1, min(ROWS, 1 << max(room, 1).bit_length() - 1))
+    gpus = max(1, machine.gpus)
     disable_progress_bar()
     began = time.perf_counter()
     target = TargetModel.from_pretrained(model.name, machine.dtype, cache_tokens=(rows, model.longest))
-    start = IMPORTS + time.perf_counter() - began
-    prompts = prompts_of(target, rows)
-    same = alike(model, prompts, rows)
+    seconds = IMPORTS + time.perf_counter() - began
+    began = time.perf_counter()
+    prompts = asked(target, model, rows) if data is None else some_prompts(model, data)
+    asking = (time.perf_counter() - began) / len(prompts) / gpus  # per question, if the target asks
+    tokens = min(PROMPT, model.longest - model.answer)
+    same = [(ids * tokens)[:tokens] for ids in (prompts * rows)[:rows]]  # of equal length
     plain, new = make_drafter("autoregressive", target), min(TIMED, model.answer)
     decoded(target, plain, same[:1], new)  # the first forwards build kernels
     one = decoded(target, plain, same[:1], new)
-    if length is None:
-        found = answering(model, target, prompts, rows)
-        length = min(model.longest, round(sum(map(len, prompts)) / len(prompts) + found.length))
+    question = mean(map(len, prompts))
+    if data is not None and data.own:
+        many, answer, length = one, float(model.answer), max(2, round(data.tokens / data.dialogues))
     else:
-        found = Answering(one, model.answer)  # unused: nothing will be answered
+        many, answer = answering(target, plain, model, prompts, rows)
+        length = min(model.longest, round(question + answer))
     prefill = prefilled(target, length)
     weights = sum(each.nbytes for each in target.model.parameters())
-    del target
-    gpus = max(1, machine.gpus)
-    exact = exact_rate(model, same)
-    return Rates(one, gpus * found.rate, rows, found.length, gpus * prefill, start, weights, exact)
+    del target, plain
+    rates = Rates(one, gpus * many, rows, answer, gpus * prefill, seconds, weights, exact_rate(model, same))
+    if data is None:
+        return rates, to_be_asked(start, question, asking, rates)
+    return rates, data if data.own else data.answered(answer, model)
 
 
-@dataclass
-class Answering:
-    """``rate``: tokens of answers per second, including prefill. ``length``: tokens of an answer."""
+def asked(target: TargetModel, model: Model, rows: int) -> list[list[int]]:
+    """The prompts of questions that the target asks itself; raises ValueError if too few are usable."""
+    page = magpie(model, min(rows, QUESTIONS // 2), "-", QUESTIONS)
+    config = validate(MagpieConfig, values_of(page), "the sample")
+    try:
+        prompt, mark = model.chat.question_prompt()
+    except DroppedError as error:
+        raise ValueError(f"target {model.name} cannot be let ask: {error}; give --data") from error
+    sample = Asked(model.chat, mark, Rank(), QUESTIONS, [])
+    sample.open(target)
+    drawn = draw(config, target, make_drafter("autoregressive", target), prompt, sample)
+    questions, dropped = list[str](), set[str]()
+    for ids in islice(drawn, 3 * QUESTIONS):
+        turn = sample.take(ids)
+        questions += [turn.answer] if turn.answer is not None else []
+        dropped |= {turn.drop} if turn.drop is not None else set()
+        if sample.done:
+            break
+    if len(questions) < QUESTIONS // 4:
+        raise ValueError(
+            f"of {sample.drawn} questions that {model.name} was let ask itself {len(questions)} can be used (the "
+            f"others: {', '.join(sorted(dropped))}): it was not tuned on questions; give --data"
+        )
+    return [model.chat.prompt([{"role": "user", "content": question}])[0] for question in questions]
 
-    rate: float
-    length: float
+
+def to_be_asked(start: StartConfig, question: float, asking: float, rates: Rates) -> Data:
+    """The dialogues that the target can ask and answer in the minutes of ``start``.
+
+    ``question``: tokens of a prompt; ``asking``: seconds per question.
+    """
+    count = max(1, int(60 * start.minutes / (asking + rates.answer / rates.many)))
+    lengths = f"{question:.0f} and {rates.answer:.0f} tokens"
+    read = f"no --data: the target asks itself; {QUESTIONS} questions and their answers have {lengths} on average"
+    tokens, answers = round(count * (question + rates.answer)), max(1, round(count * rates.answer))
+    return Data(start.asked, count, count, tokens, answers, False, read, 0.0, asking=asking)
 
 
-def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows: int) -> Answering:
+def answering(
+    target: TargetModel, plain: Drafter, model: Model, prompts: list[list[int]], rows: int
+) -> tuple[float, float]:
     """Answer two questions per row as ``data_prep.regenerate`` does: a free row takes the next question.
 
-    The rate is measured until the last question is taken, while all rows work. The length is the mean of all answers,
-    because short ones end first. If the time is up before, it is the number of tokens per finished answer.
+    Returns:
+        Tokens of answers per second, until the last question is taken: while all rows work. Mean tokens of all answers,
+        because short ones end first; if the time is up before, the tokens per finished answer.
     """
-    plain, ends = make_drafter("autoregressive", target), frozenset(turn_ends(target, model.chat))
-    count = max(2 * rows, FEWEST_ANSWERS)
-    questions: Iterator[Prompt] = ((0, ids) for ids in islice(cycle(prompts), count))
+    questions = ((0, ids) for ids in islice(cycle(prompts), max(2 * rows, FEWEST_ANSWERS)))
+    ends = frozenset(turn_ends(target, model.chat))
     batch = Refilled(target, plain, rows, max(map(len, prompts)), model.answer, Sampling(), ends, 0)
-    return timed(Asking(batch, questions), model.answer)
-
-
-class Asking:
-    """Questions being answered in rows, step by step."""
-
-    def __init__(self, rows: Refilled, questions: Iterator[Prompt]) -> None:
-        self.rows, self.questions = rows, questions
-        self.lengths: list[int] = []  # of the answers that have ended
-        self.waiting = True  # there may be more questions
-
-    @torch.inference_mode()
-    def step(self) -> bool:
-        """Make one step; return False if no row is left."""
-        self.waiting &= self.rows.fill(lambda: next(self.questions, None))
-        going = self.rows.at_work()
-        if going:
-            self.rows.step()
-        self.lengths += [len(one.tokens) for one in self.rows.ended()]
-        return going
-
-    @property
-    def made(self) -> int:
-        """Tokens so far, including unfinished answers."""
-        return sum(self.lengths) + self.rows.under_way()
-
-
-def timed(asking: Asking, most: int) -> Answering:
-    """Run ``asking`` to its end or for ``MOST`` seconds, as ``answering`` says; ``most``: tokens of an answer."""
+    lengths, rate, more, seconds = list[int](), 0.0, True, 0.0
     began = time.perf_counter()
-    rate = 0.0
-    while asking.step():
-        seconds = time.perf_counter() - began
-        if asking.waiting or not rate:
-            rate = asking.made / seconds
-        if seconds > MOST:
-            return Answering(rate, min(asking.made / max(len(asking.lengths), 1), most))
-    return Answering(rate, sum(asking.lengths) / len(asking.lengths))
+    with torch.inference_mode():
+        while seconds < MOST:
+            more &= batch.fill(lambda: next(questions, None))
+            if not batch.at_work():
+                return rate, mean(lengths)
+            batch.step()
+            lengths += [len(one.tokens) for one in batch.ended()]
+            made, seconds = sum(lengths) + batch.under_way(), time.perf_counter() - began
+            if more or not rate:
+                rate = made / seconds
+    return rate, min(made / max(len(lengths), 1), model.answer)
 
 
 def decoded(
@@ -153,24 +168,14 @@ def exact_rate(model: Model, prompts: list[list[int]]) -> float | None:
 
 def some_prompts(model: Model, data: Data) -> list[list[int]]:
     """The prompt of one answer of each dialogue in the sample: dialogue n gives that of its n-th answer, cyclically.
-
-    Raises:
-        ValueError: all are too long to be answered.
-    """
+    Raises ValueError if all are too long to be answered."""
     room, prompts = model.longest - model.answer, list[list[int]]()
     for number, dialogue in enumerate(data.some):
-        spans = [begin for begin, _ in answer_spans(dialogue) if begin <= room]
-        if spans:
+        if spans := [begin for begin, _ in answer_spans(dialogue) if begin <= room]:
             prompts.append(dialogue.input_ids[: spans[number % len(spans)]].tolist())
     if not prompts:
         raise ValueError(
-            f"none of {len(data.some)} dialogues of {data.source} can be asked: what comes before their first answer "
-            f"is longer than {room} tokens, which leave room for {model.answer} of an answer"
+            f"--data {data.source}: all of {len(data.some)} sampled dialogues have more than {room} tokens before "
+            f"their first answer, which leaves no room for {model.answer} tokens of an answer"
         )
     return prompts
-
-
-def alike(model: Model, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` prompts of equal length, cut or repeated from ``prompts``."""
-    length = min(PROMPT, model.longest - model.answer)
-    return [(ids * length)[:length] for ids in (prompts * count)[:count]]

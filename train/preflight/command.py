@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from data_prep.dialogues.reader import check_source
-from drafters.cli.program import keeping, leave, positive, run_program
+from drafters.cli.program import command, keeping, leave, positive, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import load_config
@@ -33,12 +33,12 @@ def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = N
 
     from train.preflight.dry_run import print_report
     from train.preflight.overfit import overfit
-    from train.run.training import kept, settle_precision, train
+    from train.run.training import settle_precision, train, what_is_kept
 
     if not arguments.dry_run:
         config = settle_precision(config)
     run = print_report if arguments.dry_run else overfit if arguments.overfit else train
-    with keeping(lambda: kept(config, arguments)):
+    with keeping(lambda: what_is_kept(config.out) if run is train else f"to start again: {command()}"):
         return run(config, arguments)
 
 

@@ -4,36 +4,90 @@ It reads configurations, manifests and file headers, no weights and no features.
 estimates use --tokens or --data and --target-config.
 """
 
-import functools
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import check_room
 from data_prep.common.ranks import find_rank
-from data_prep.store.manifest import token_bytes
+from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.dialogues.reader import check_source
+from data_prep.extraction.headers import make_headers
+from data_prep.store.manifest import ANSWERS, token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.hub.declared import READERS
 from drafters.layouts.export import served_by
 from drafters.methods import method_names
 from drafters.model.cache import head_sizes
-from drafters.model.files import free_memory, resolve_device, resolve_dtype
+from drafters.model.files import load_config_only, resolve_device
+from drafters.model.loading import BASE, config_and_adapter
+from drafters.model.weights import open_weights, weight_files
 from train.core.config import TrainConfig
-from train.core.runtime import dtype_of, rank_device
+from train.core.task import Task
 from train.core.weights import init_from
+from train.data.online import OnlineFeatures, as_feature_keys
 from train.data.packing import Source
-from train.preflight import checks, estimate
-from train.preflight.checks import Report
-from train.preflight.workload import Workload, estimate_workload, store_workload
+from train.preflight import estimate
+from train.preflight.workload import SAMPLE, Workload, estimate_workload, store_workload
 from train.run.files import check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
-from train.run.inputs import check_taps
+from train.run.inputs import check_taps, open_inputs
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
+
+LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
+Found = TypeVar("Found")
+
+
+@dataclass
+class Report:
+    """The lines of a dry run. ``problems`` would keep the run from starting; ``short``: the parts of the last line.
+
+    ``names``: the target's name in messages, by its folder in the Hub's cache. ``memory``: bytes of a rank by part.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    short: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, text: str, short: str | None = None) -> None:
+        """Add one line of the table, and perhaps a part of the last line."""
+        self.lines.append(f"{name:<24} {text}")
+        self.short += [] if short is None else [short]
+
+    def check(
+        self, name: str, what: Callable[[], Found], done: str | Callable[[Found], str], short: str | None = None
+    ) -> Found | None:
+        """Call ``what`` and return its value; its error is a problem. ``done``: text, or a function of the value."""
+        try:
+            value = what()
+        except (ValueError, OSError, EntryNotFoundError) as error:  # the last: an index names missing files
+            text = str(error)
+            for folder, known_as in self.names.items():
+                text = text.replace(folder, known_as)
+            self.problems.append(f"{name}: {text}")
+            self.add(name, f"PROBLEM: {text}", short)
+            return None
+        self.add(name, done if isinstance(done, str) else done(value), short)
+        return value
+
+    def text(self) -> str:
+        """The whole report."""
+        found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
+        short = [f"In short: {'; '.join(self.short)}"] if self.short else []
+        return "\n".join([*self.lines, *short, f"Result: {found}"])
 
 
 def print_report(config: TrainConfig, arguments: Namespace) -> int:
@@ -52,23 +106,22 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     report = Report()
     if given.device is not None and config.precision == "auto":
         config = config.model_copy(update={"precision": "bf16"})  # of all GPUs whose peak is known
-    check_folder = functools.partial(check_run_folder, config, given.resume)
+    check_folder = partial(check_run_folder, config, given.resume)
     config = report.check("run folder", check_folder, f"{config.out} can be used") or config
-    report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
-    target, local = checks.check_target(report, config, given.target_config), checks.here(config)
-    missing = checks.not_here(config, local)
-    others = [report.check(key, functools.partial(checks.check_model, n), n) for key, n in config.other_models.items()]
-    compared, train = False, None
-    heldout: Source | None = None
-    if config.data is not None:
-        if checks.check_sources(report, config.data) and local is not None and not missing:
-            compared, heldout = True, checks.check_dialogues(report, config, local)
-    else:
-        features = Path(config.features)
-        train, heldout = (checks.check_store(report, features / split, split) for split in ("train", "heldout"))
-        if local is not None and "weights" not in missing and None not in (train, heldout):
-            compared = True
-            checks.check_stores_target(report, config, local, missing)
+    report.check("libraries", check_libraries, ", ".join(LIBRARIES))
+
+    # The target, and the models beside it.
+    local, missing = find_target(config)
+    report.names = {} if local is None else {local.target: config.target}
+    where = "a folder" if local is config else "in the Hub's cache"
+    target = report.check("target", lambda: target_config(config, local), f"{config.target}, {where}")
+    if instead := given.target_config:
+        read = partial(load_config_only, instead, may_be_file=True)
+        target = report.check("target's shape", read, f"from {instead}")
+    others = [report.check(key, partial(check_model, name), name) for key, name in config.other_models.items()]
+
+    # The data, and whether it fits the target, as far as that is here.
+    train, heldout, compared = _check_data(report, config, local, missing)
     if missing:
         report.add("not checked", f"what needs the target's files: {missing} not here")
     if target is None:
@@ -77,156 +130,215 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     if None in others:
         return report
     if not compared and config.taps:
-        report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers))
+        report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers), "ok")
     if config.tau_every and heldout is not None:
         report.check("prompts for tau", lambda: tau_prompts(config, target, heldout), "found")
-    Estimates(report, config, target, train, _workload(report, local or config, train, given), given).make()
+    workload = None
+    if train is not None:
+        workload = report.check("data", partial(store_workload, config, train), Workload.describe)
+    elif given.tokens is not None or given.data or config.data is not None:
+        workload = report.check("data", partial(estimate_workload, local or config, given), Workload.describe)
+    else:
+        report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
+    add_estimates(report, config, target, train, workload, given)
     return report
 
 
-def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Namespace) -> Workload | None:
-    data = given.data or (config.data.train if config.data is not None else None)
-    if store is None and given.tokens is None and data is None:
-        report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
-        return None
-    longest = config.data.max_length if config.data is not None else given.max_length
+def _check_data(
+    report: Report, config: TrainConfig, local: TrainConfig | None, missing: str
+) -> "tuple[FeatureStore | None, Source | None, bool]":
+    """The training store, the held-out text, and whether they were compared with the target in ``local``."""
+    if config.data is not None:
+        before = len(report.problems)
+        for split, source in (("train", config.data.train), ("heldout", config.data.heldout)):
+            report.check(split, partial(check_source, source), f"{source}, features computed while it trains")
+        if local is None or missing or len(report.problems) > before:
+            return None, None, False
+        done = f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)"
+        return None, report.check("target and dialogues", partial(read_dialogues, local), done), True
+    train, heldout = (
+        report.check(split, partial(FeatureStore.open, Path(config.features) / split), describe_store)
+        for split in ("train", "heldout")
+    )
+    compared = local is not None and "weights" not in missing and train is not None and heldout is not None
+    if local is not None and compared:
+        done = f"target{'' if missing else ', tokenizer'} and exit layer are those of the features"
+        report.check("target and features", partial(open_inputs, local, device="meta"), done)
+    return train, heldout, compared
 
-    def counted() -> Workload:
-        if store is not None:
-            return store_workload(config, store)
-        return estimate_workload(config, given.tokens, data, longest)
 
-    return report.check("data", counted, Workload.describe)
+def check_libraries() -> None:
+    """Raise ValueError if a library is missing, which a run imports only at its first use."""
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
 
 
-@dataclass
-class Estimates:
-    """Memory, disk and time of the run, as lines of ``report``."""
+def find_target(config: TrainConfig) -> tuple[TrainConfig | None, str]:
+    """``config`` with the target's folder, perhaps in the Hub's cache, or None; and the files that a run would have to
+    fetch from the Hub, or "". It uses no network."""
+    if Path(config.target).is_dir():  # missing files are an error
+        return config, ""
+    found = None
+    with suppress(HFValidationError):  # a path
+        found = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
+    if not isinstance(found, str):
+        return None, "target"
+    folder = Path(found).parent
+    missing = [] if all((folder / name).is_file() for name in weight_files(str(folder))) else ["weights"]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer")
+    return config.model_copy(update={"target": str(folder), "revision": None}), " and ".join(missing)
 
-    report: Report
-    config: TrainConfig
-    target: PretrainedConfig
-    store: FeatureStore | None
-    workload: Workload | None
-    given: Namespace
 
-    def __post_init__(self) -> None:
-        self.task = estimate.meta_task(self.config, self.target)
-        longest = self.workload.longest if self.workload else self.given.max_length
-        share = -(-self.config.batch_tokens // (self.given.ranks * self.config.gradient_accumulation))
-        self.micro = estimate.MicroBatch(dialogues=max(1, -(-share // longest)), length=longest)
+def target_config(config: TrainConfig, local: TrainConfig | None) -> PretrainedConfig:
+    """The target's configuration; ``local``: of ``find_target``."""
+    if local is None:
+        raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
+    return load_config_only(local.target, local.revision)
 
-    def make(self) -> None:
-        """Add all estimates, and their summary."""
-        report, config, micro, ranks = self.report, self.config, self.micro, self.given.ranks
-        whole, count = estimate.parameters(self.task.module), trained_parameters(self.task.module)
-        frozen = f", {count:,} of them trained" if count < whole else ""
-        report.add("drafter", f"{type(self.task.module).__name__}, {whole:,} parameters{frozen}")
-        if config.drafter in method_names():  # a draft model is served by any engine
-            report.add("served by", served_text(config.drafter, self.task.drafter_config(), self.target))
-        if (start := config.init_from) is not None:
-            report.check("init_from", lambda: init_from(self.task, start), f"{start}, whose weights fit")
-        if self.workload:
-            report.add("steps", self.workload.describe_steps(config))
-        size = f"at most {micro.dialogues} dialogues of {micro.length:,} tokens"
-        report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {ranks} rank(s): {size}")
-        averaged, export = config.weight_average is not None, getattr(self.task.module, "export_bytes", None)
-        memory, run_disk = self.memory(), size_text(run_folder_bytes(count, averaged, export))
-        report.check("disk: run folder", lambda: check_run_disk(config, self.task.module), run_disk)
-        parts = [f"drafter {whole / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
-        parts.append(f"run folder {run_disk}")
-        if self.workload:
-            parts += [self.features_disk(self.workload), *self.time(self.workload)]
-        report.short = "; ".join(parts)
 
-    def memory(self) -> int:
-        """Add the table of memory by part; return the sum in bytes per rank."""
-        report, config, target, given = self.report, self.config, self.target, self.given
-        on_gpu = given.device is not None or torch.cuda.is_available()
-        passes = estimate.pass_memory(config, target, self.micro, config.activation_checkpointing, on_gpu)
-        less = estimate.pass_memory(config, target, self.micro, checkpointing=True, on_gpu=on_gpu)["pass"]
-        parts = estimate.memory_parts(config, self.task, given.ranks) | {"forward and backward": passes["pass"]}
-        if config.data is not None:
-            width = resolve_dtype(config.data.target_dtype, rank_device()).itemsize
-            parts["target, for features"] = estimate.target_parameters(target)[0] * width
-        elif config.tau_every and config.tau_device is None:
-            parts["target, for tau"] = estimate.target_parameters(target)[0] * dtype_of(config).itemsize
-        total, report.memory = sum(parts.values()), parts
-        report.add("memory of a rank", f"{size_text(total)}, and the CUDA context (about half a GB)")
-        for name, size in parts.items():
-            text = size_text(size)
-            if name == "forward and backward":
-                text += f" (including the loss's rows of logits {size_text(passes['loss'])}, "
-                text += f"the batch {size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
-            report.add(f"  {name}", text)
-        stages = []
-        for stage in (0, 1, 2, 3):
-            changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
-            whole = sum((parts | estimate.memory_parts(changed, self.task, given.ranks)).values())
-            stages.append(f"{stage}: {size_text(whole)}")
-        report.add("  by ZeRO stage", ", ".join(stages))
-        device = resolve_device()
-        free = free_memory(device)
-        if given.device is None and total > free:
-            report.problems.append(f"memory: {size_text(total)} needed, {size_text(free)} free on {device}")
-            report.add("  PROBLEM", f"{size_text(free)} free on {device}; lower batch_tokens or loss_chunk_rows")
-        return total
+def check_model(name: str) -> PretrainedConfig:
+    """The configuration of a model that a run loads beside its target; for an adapter, of its base model.
 
-    def features_disk(self, workload: Workload) -> str:
-        """Add the size of the features on disk, existing or estimated; return it in words."""
-        report, config = self.report, self.config
-        if self.store is not None:
-            text = size_text(self.store.manifest.size)
-            report.add("disk: features", f"{text}, already there")
-            return f"features {text}"
-        if isinstance(config.features, str):
-            report.add("disk: features", "none: features: online")
-            return "no features on disk"
-        hidden, taps, folder = self.target.hidden_size, len(config.taps), config.features
-        bf16, int8 = (workload.tokens * token_bytes(hidden, taps, kind) for kind in ("bfloat16", "int8"))
+    Raises:
+        ValueError: it cannot be used, or the tensors in its folder do not fit its configuration.
+    """
+    config, adapter = config_and_adapter(name)
+    base = name if adapter is None else adapter[BASE]
+    if Path(base).is_dir():
+        open_weights(base, None, config)
+    return config
+
+
+def describe_store(store: FeatureStore) -> str:
+    """One line on a store."""
+    manifest = store.manifest
+    return (
+        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
+        f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
+        f"{ANSWERS[manifest.answers]}"
+    )
+
+
+def read_dialogues(config: TrainConfig) -> OnlineFeatures:
+    """The held-out dialogues of an online run, without features: all that tau chooses among, or ``SAMPLE``. Also reads
+    ``SAMPLE`` dialogues to train on. Raises ValueError as the run would."""
+    data = config.data
+    assert data is not None
+    chat = load_tokenizer(config.target, config.revision, data.chat_template)
+    headers = make_headers(as_feature_keys(config, data), chat)
+    first = min(SAMPLE, data.limit or SAMPLE)
+    encode_split(data.train, chat, data.max_length, first)
+    heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
+    return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)
+
+
+def add_estimates(
+    report: Report, config: TrainConfig, target: PretrainedConfig, store: FeatureStore | None,
+    workload: Workload | None, given: Namespace,
+) -> None:  # fmt: skip
+    """Add memory, disk and time of the run."""
+    task = estimate.meta_task(config, target)
+    longest = workload.longest if workload else given.max_length
+    share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))  # tokens
+    lengths = [longest] * -(-share // longest)  # of the largest micro-batch
+    whole, count = estimate.parameters(task.module), trained_parameters(task.module)
+    frozen = f", {count:,} of them trained" if count < whole else ""
+    short = f"drafter {whole / 1e6:,.0f}M parameters"
+    report.add("drafter", f"{type(task.module).__name__}, {whole:,} parameters{frozen}", short)
+    if config.drafter in method_names():  # a draft model is served by any engine
+        report.add("served by", served_text(config.drafter, task.drafter_config(), target))
+    if (start := config.init_from) is not None:
+        report.check("init_from", lambda: init_from(task, start), f"{start}, whose weights fit")
+    if workload:
+        report.add("steps", workload.describe_steps(config))
+    size = f"at most {len(lengths)} dialogues of {longest:,} tokens"
+    report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {given.ranks} rank(s): {size}")
+    add_memory(report, config, task, lengths, given)
+    run_disk = size_text(run_folder_bytes(config, task.module))
+    report.check("disk: run folder", lambda: check_run_disk(config, task.module), run_disk, f"run folder {run_disk}")
+    if workload:
+        add_features_disk(report, config, target, store, workload)
+        add_time(report, config, task, lengths, store, workload, given)
+
+
+def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[int], given: Namespace) -> None:
+    """Add the memory of a rank by part, and its sum by ZeRO stage."""
+    on_gpu = given.device is not None or torch.cuda.is_available()
+    parts, passes = estimate.rank_memory(config, task, lengths, given.ranks, on_gpu)
+    total, report.memory = sum(parts.values()), parts
+    less = estimate.pass_memory(config, task.ends.config, lengths, checkpointing=True, on_gpu=on_gpu)["pass"]
+    details = f" (including the loss's rows of logits {size_text(passes['loss'])}, the batch "
+    details += f"{size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
+    text = f"{size_text(total)}, and the CUDA context (about half a GB)"
+    enough = partial(estimate.check_memory, 0 if given.device else total)
+    report.check("memory of a rank", enough, text, f"memory {size_text(total)} a rank")
+    for name, size in parts.items():
+        report.add(f"  {name}", size_text(size) + (details if name == "forward and backward" else ""))
+    stages = []
+    for stage in (0, 1, 2, 3):
+        changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
+        whole = sum((parts | estimate.memory_parts(changed, task, given.ranks)).values())
+        stages.append(f"{stage}: {size_text(whole)}")
+    report.add("  by ZeRO stage", ", ".join(stages))
+
+
+def add_features_disk(
+    report: Report, config: TrainConfig, target: PretrainedConfig, store: FeatureStore | None, workload: Workload
+) -> None:
+    """Add the size of the features on disk, existing or estimated."""
+    name, features = "disk: features", config.features
+    if store is not None:
+        text = size_text(store.manifest.size)
+        report.add(name, f"{text}, already there", f"features {text}")
+    elif isinstance(features, str):
+        report.add(name, "none: features: online", "no features on disk")
+    else:
+        kinds = ("bfloat16", "int8")
+        bf16, int8 = (workload.tokens * token_bytes(target.hidden_size, len(config.taps), kind) for kind in kinds)
         text = f"{size_text(bf16)} in bf16, {size_text(int8)} in int8"
         fix = "give `features` a folder on another disk"
-        report.check("disk: features", lambda: check_room(folder, int8, "the folder of features in int8", fix), text)
-        return f"features {text}"
+        room = partial(check_room, features, int8, "the folder of features in int8", fix)
+        report.check(name, room, text, f"features {text}")
 
-    def time(self, workload: Workload) -> list[str]:
-        """Hours of training and, without a store, of the target's pass over the data."""
-        report, config, target, given = self.report, self.config, self.target, self.given
-        cost = training_cost(self.task)
-        lengths = workload.lengths or [self.micro.length]
-        flops = cost.of(lengths, 0) / sum(lengths) + cost.row * (workload.trained / workload.tokens)
-        device: Any = given.device or resolve_device()
-        peak = config.peak_tflops or peak_tflops(device)
-        assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s
-        if given.tokens_per_second:
-            rate, how = given.tokens_per_second, "as given"
-        elif given.measure:
-            share = workload.trained / workload.tokens
-            rate = estimate.measured_rate(config, target, self.micro, share) * given.ranks
-            how = "measured here without DeepSpeed"
-        elif peak:
-            rate = assumed / flops
-            how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
-        else:
-            report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
-            return []
-        tokens = workload.total(config)
-        hours = [tokens / rate / 3600] if tokens else []
-        hours += [config.minutes / 60] if config.minutes else []
-        text = f"{_hours(min(hours))} of training at {rate:,.0f} tokens/s"
-        report.add("time", f"{text} ({how}; {flops / 1e9:.2f} GFLOP a token)")
-        found = [f"{text} ({how})"]
-        if self.store is None and peak:
-            width = target.num_attention_heads * head_sizes(target)[1]
-            forward = 2 * estimate.target_parameters(target)[1]
-            forward += 2 * width * self.micro.length * target.num_hidden_layers
-            count, passes = workload.tokens, "one pass of the target over the data"
-            if config.data is not None and tokens:  # again in every epoch
-                count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
-            text = _hours(count * forward / assumed / 3600)
-            report.add("time: features", f"{text} of {passes}, at the same share of the peak")
-            found.append(f"{text} for the features")
-        return found
+
+def add_time(
+    report: Report, config: TrainConfig, task: Task, lengths: list[int], store: FeatureStore | None,
+    workload: Workload, given: Namespace,
+) -> None:  # fmt: skip
+    """Add the hours of training and, without a store, of the target's pass over the data."""
+    target, cost, share = task.ends.config, training_cost(task), workload.trained / workload.tokens
+    every = workload.lengths or lengths[:1]
+    flops = cost.of(every, 0) / sum(every) + cost.row * share
+    device: Any = given.device or resolve_device()
+    peak = config.peak_tflops or peak_tflops(device)
+    assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s
+    if given.tokens_per_second:
+        rate, how = given.tokens_per_second, "as given"
+    elif given.measure:
+        rate = estimate.measured_rate(config, target, lengths, share) * given.ranks
+        how = "measured here without DeepSpeed"
+    elif peak:
+        rate = assumed / flops
+        how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
+    else:
+        report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
+        return
+    steps = workload.total_steps(config)
+    tokens = round(steps / workload.steps * workload.tokens) if steps else None
+    hours = [tokens / rate / 3600] if tokens else []
+    hours += [config.minutes / 60] if config.minutes else []
+    text = f"{_hours(min(hours))} of training at {rate:,.0f} tokens/s"
+    report.add("time", f"{text} ({how}; {flops / 1e9:.2f} GFLOP a token)", f"{text} ({how})")
+    if store is None and peak:
+        width = target.num_attention_heads * head_sizes(target)[1]
+        forward = 2 * estimate.target_parameters(target)[1] + 2 * width * lengths[0] * target.num_hidden_layers
+        count, passes = workload.tokens, "one pass of the target over the data"
+        if config.data is not None and tokens:  # again in every epoch
+            count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
+        text = _hours(count * forward / assumed / 3600)
+        report.add("time: features", f"{text} of {passes}, at the same share of the peak", f"{text} for the features")
 
 
 def served_text(method: str, options: dict[str, Any], target: PretrainedConfig) -> str:

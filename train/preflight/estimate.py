@@ -6,9 +6,7 @@ contents (torch's fake tensors), and the allocation and release of every tensor 
 
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,32 +15,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
+from transformers.modeling_utils import local_torch_dtype
 
+from data_prep.store.reader import StoredDialogue
+from drafters.common.wording import size_text
 from drafters.model.ends import FrozenEnds
-from drafters.model.files import meta_model, resolve_device
+from drafters.model.files import free_memory, meta_model, resolve_device, resolve_dtype
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
 from train.core.losses import Pairs, default_chunk_rows, two_chunks_only
 from train.core.optimizer import exact_buffers
-from train.core.runtime import dtype_of
+from train.core.runtime import dtype_of, rank_device
 from train.core.task import Task, make_task
-from train.data.packing import Batch, Span
+from train.data.packing import Batch, collate
 
 MEASURED_STEPS = 3
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A number of dialogues of ``length`` tokens, the largest micro-batch; every position is trained."""
-
-    dialogues: int
-    length: int
-
-    @property
-    def tokens(self) -> int:
-        """Of all dialogues; there is no padding."""
-        return self.dialogues * self.length
 
 
 def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> FrozenEnds:
@@ -55,24 +43,30 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
     return FrozenEnds(embed, lm_head, config, "")
 
 
-def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig, trained: float = 1.0) -> Batch:
-    """A micro-batch of random tokens and features in one row, as in training; of each dialogue the last positions, a
-    share of ``trained``, belong to answers."""
-    shape = (1, size.tokens)
-    answers = torch.arange(size.length) >= min(round((1 - trained) * size.length), size.length - 1)
+class RandomStore:
+    """Random tokens and states of given lengths, made by each read, always the same. The last tokens of each dialogue,
+    a share of ``trained``, belong to answers."""
 
-    def states() -> Tensor:
-        return torch.randn(*shape, target.hidden_size, dtype=dtype_of(config))
+    def __init__(self, config: TrainConfig, target: PretrainedConfig, lengths: list[int], trained: float = 1.0) -> None:
+        self.config, self.target, self.lengths, self.trained = config, target, lengths, trained
 
-    return Batch(
-        input_ids=torch.randint(target.vocab_size, shape),
-        loss_mask=answers.repeat(size.dialogues)[None],
-        features=states(),
-        taps={layer: states() for layer in config.taps},
-        position_ids=torch.arange(size.length).repeat(size.dialogues)[None],
-        segments=torch.arange(size.dialogues).repeat_interleave(size.length)[None],
-        spans=[Span(0, number * size.length, size.length, number) for number in range(size.dialogues)],
-    )
+    def __getitem__(self, index: int) -> StoredDialogue:
+        generator, length = torch.Generator().manual_seed(index), self.lengths[index]
+
+        def states() -> Tensor:
+            return torch.randn(length, self.target.hidden_size, generator=generator).to(dtype_of(self.config))
+
+        return StoredDialogue(
+            input_ids=torch.randint(self.target.vocab_size, (length,), generator=generator),
+            loss_mask=torch.arange(length) >= min(round((1 - self.trained) * length), length - 1),
+            features=states(),
+            taps={layer: states() for layer in self.config.taps},
+        )
+
+    def batch(self) -> Batch:
+        """All dialogues in one row, as in training."""
+        store: Any = self
+        return collate(store, list(range(len(self.lengths))), self.config.taps, one_row=True)
 
 
 def meta_task(config: TrainConfig, target: PretrainedConfig) -> Task:
@@ -135,43 +129,77 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
 
 
 def pass_memory(
-    config: TrainConfig, target: PretrainedConfig, batch: MicroBatch, checkpointing: bool = False, on_gpu: bool = False
+    config: TrainConfig, target: PretrainedConfig, lengths: list[int], checkpointing: bool = False, on_gpu: bool = False
 ) -> dict[str, int]:
     """Peak bytes of a forward and backward pass, without weights and gradients.
 
     Args:
+        lengths: tokens of the micro-batch's dialogues; every position is trained.
         checkpointing: the backward pass computes the module's activations again.
         on_gpu: attention is the fused kernel, which keeps no scores; the default chunk of the loss is a GPU's.
 
     Returns:
         ``batch``: the micro-batch; ``loss``: the loss's own peak, its rows of logits; ``pass``: all.
     """
-    dtype = dtype_of(config)
-    with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"), two_chunks_only():
+    dtype, tokens = dtype_of(config), sum(lengths)
+    # Tensors without contents on the CPU, new modules in ``dtype``.
+    with (
+        FakeTensorMode(),
+        local_torch_dtype(dtype),
+        torch.random.fork_rng(devices=[]),
+        as_if_on("cuda" if on_gpu else "cpu"),
+        two_chunks_only(),
+    ):
         ends = meta_ends(target, device="cpu", dtype=dtype)
         task = _with_loss_ids(make_task(config, ends))
         task.heads.limit = config.loss_chunk_rows or default_chunk_rows(task.heads.sliced, on_gpu)
         for weights in task.module.parameters():
             if weights.requires_grad:
-                weights.register_post_accumulate_grad_hook(_drop_gradient)
+                # ``memory_parts`` counts gradients.
+                weights.register_post_accumulate_grad_hook(lambda weights: setattr(weights, "grad", None))
         with PeakMemory() as memory:
-            packed = random_batch(config, batch, target)
+            batch = RandomStore(config, target, lengths).batch()
             given = memory.now
-            packed = replace(packed, rows=torch.arange(batch.tokens))
+            batch = replace(batch, rows=torch.arange(tokens))
             if checkpointing:
                 checkpoint_activations(task.module)
-            task.losses(task.pairs(task.module, packed, seed=0))["loss"].backward()
+            task.losses(task.pairs(task.module, batch, seed=0))["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
-            known = torch.empty(batch.tokens, target.hidden_size, dtype=dtype)
+            known = torch.empty(tokens, target.hidden_size, dtype=dtype)
             width = task.heads.own[0].in_features if task.heads.own else target.hidden_size
-            shape = (task.predictions, batch.tokens, width)
+            shape = (task.predictions, tokens, width)
             predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
             before = memory.now
             losses = task.losses(Pairs(predicted, known))
             loss = memory.peak - before
             del losses
     return {"batch": given, "loss": loss, "pass": whole}
+
+
+def rank_memory(
+    config: TrainConfig, task: Task, lengths: list[int], ranks: int, on_gpu: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """All bytes of a rank by part, with a target that it loads; and ``pass_memory``, which is one part."""
+    target = task.ends.config
+    passes = pass_memory(config, target, lengths, config.activation_checkpointing, on_gpu)
+    parts = memory_parts(config, task, ranks) | {"forward and backward": passes["pass"]}
+    if config.data is not None:
+        dtype = resolve_dtype(config.data.target_dtype, rank_device())
+        parts["target, for features"] = target_parameters(target)[0] * dtype.itemsize
+    elif config.tau_every and config.tau_device is None:
+        parts["target, for tau"] = target_parameters(target)[0] * dtype_of(config).itemsize
+    return parts, passes
+
+
+def check_memory(needed: int) -> None:
+    """Raise ValueError if this machine's device has less than ``needed`` bytes free."""
+    device = resolve_device()
+    if needed > (free := free_memory(device)):
+        raise ValueError(
+            f"training needs {size_text(needed)} of memory, and {size_text(free)} are free on {device}; lower "
+            "batch_tokens or loss_chunk_rows"
+        )
 
 
 def _with_loss_ids(task: Task) -> Task:
@@ -206,26 +234,10 @@ class PeakMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _drop_gradient(weights: Tensor) -> None:
-    weights.grad = None  # ``memory_parts`` counts gradients
-
-
-@contextmanager
-def _fake(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors without contents on the CPU, new modules in ``dtype``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 # ------------------------------------------------------------------------------------------- speed
 
 
-def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatch, trained: float = 1.0) -> float:
+def measured_rate(config: TrainConfig, target: PretrainedConfig, lengths: list[int], trained: float = 1.0) -> float:
     """Tokens/s of one rank here: forward, backward and AdamW on random micro-batches, after one of warm-up.
 
     Without DeepSpeed, reading of data and communication. ``trained``: share of the positions that are trained.
@@ -235,9 +247,8 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatc
     with exact_buffers(task.module):
         module = task.module.to(device, dtype_of(config))
     optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)
-    batch = random_batch(config, size, target, trained).to(device, dtype_of(config))
+    batch = RandomStore(config, target, lengths, trained).batch().to(device, dtype_of(config))
     batch = replace(batch, rows=task.rows(batch))
-    began = 0.0
     for step in range(MEASURED_STEPS + 1):
         if step == 1:
             began = _now(device)
@@ -245,7 +256,7 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatc
         (loss / len(batch.rows)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return MEASURED_STEPS * size.tokens / (_now(device) - began)
+    return MEASURED_STEPS * sum(lengths) / (_now(device) - began)
 
 
 def _now(device: torch.device) -> float:

@@ -11,6 +11,7 @@ import shutil
 import sys
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from train.core.task import make_task
 from train.data.packing import Batch, collate, complete
 from train.run.inputs import Inputs, open_inputs
 from train.run.loop import TrainingDiverged, TrainRun
-from train.watch.positions import answer_positions
+from train.watch.heldout import answer_positions
 
 STEPS = 400
 LEARNING_RATE = 3e-4  # at least: the papers' rates are for far longer runs
@@ -145,9 +146,9 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
             print(finding.text(), flush=True)
 
     if isinstance(few, FeatureStore) and ranks.is_first:  # online features are the target's own
-        add(check_features(config, few, config.taps))
-    unsound = [not finding.sound for finding in findings] or [False]
-    if int(ranks.total(torch.tensor(unsound, dtype=torch.int64, device=runtime.rank_device()))):
+        add(check_features(config, few))
+    unsound = torch.tensor(not all(finding.sound for finding in findings), device=runtime.rank_device())
+    if int(ranks.total(unsound.long())):
         return findings
     run = TrainRun(task, Inputs(inputs.ends, few, few), ranks, resume=False, arguments=sys.argv[1:])
     batches = [complete(few, batch, config.taps) for batch in batches]
@@ -158,52 +159,55 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
         advice = "the loss and its gradients; precision=float32; a smaller learning_rate="
         add(Finding("the training stays finite", False, str(error), advice))
         return findings
-    add(_judge_loss(before, excess_loss(run, batches)))
-    add(_judge_acceptance(acceptance(run, batches)))
+    after = excess_loss(run, batches)
+    left = after / before if before > 0 else 0.0
+    text = f"{before:.3f} before, {after:.3f} after ({left:.0%} left, at most {FALLEN:.0%} wanted)"
+    advice = "steps= and learning_rate= first (more, higher); then the gradients, the loss, and its targets' alignment"
+    add(Finding("the loss falls to its floor", math.isfinite(before) and left <= FALLEN, text, advice))
+    shares = acceptance(run, batches)
+    poor = [kind for kind, share in shares.items() if share < KNOWN]
+    text = ", ".join(f"{DESCRIPTION[kind]} {share:.0%}" for kind, share in shares.items())
+    advice = "the alignment of features, tokens and targets: what is trained is not what is drafted"
+    if poor and "others" not in poor:
+        advice = "the loss mask or its shift: tokens at the edge of answers are not trained"
+    add(Finding("every answer token would be accepted", not poor, f"{text} ({KNOWN:.0%} wanted)", advice))
     return findings
 
 
 @torch.no_grad()
-def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ...]) -> Finding:
+def check_features(config: TrainConfig, store: FeatureStore) -> Finding:
     """Run the target over the dialogues and compare by the cosine of the worst token in a hundred.
 
     Unknown token ids and states that are not finite are reported first, without the target.
     """
-    question = "the stored features are the target's own"
-    look_at = (
-        "data_prep.features: the store is damaged, of another target or layer, or its tokens are misplaced; "
-        f"python -m data_prep.inspect {store.path} --verify finds damaged files"
+    finding = partial(
+        Finding,
+        "the stored features are the target's own",
+        look_at="data_prep.features: the store is damaged, of another target or layer, or its tokens are misplaced; "
+        f"python -m data_prep.inspect {store.path} --verify finds damaged files",
     )
-    damage = _damage(store, taps)
-    if damage:
-        return Finding(question, False, damage, look_at)
-    dtype = store.manifest.target_dtype
-    try:
-        target = TargetModel.from_pretrained(config.target, dtype, config.tau_device, config.revision)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        return Finding(question, True, f"not checked, the target cannot be loaded ({error})", look_at)
-    cosines: list[Tensor] = []
-    for dialogue in store:
-        output = target.features(dialogue.input_ids[None].to(target.device), taps=taps)
-        pairs = [(dialogue.features, output.features[0]), *((dialogue.taps[k], output.taps[k][0]) for k in taps)]
-        cosines += [torch.cosine_similarity(a.float(), b.float().cpu(), dim=-1) for a, b in pairs]
-    worst = float(torch.cat(cosines).quantile(0.01))
-    return Finding(question, worst >= SAME, f"cosine {worst:.4f} for 1% of the tokens, {SAME} wanted", look_at)
-
-
-def _damage(store: FeatureStore, taps: tuple[int, ...]) -> str | None:
-    """Unknown token ids or states that are not finite, in the first damaged dialogue; None if there is none."""
     vocab = store.manifest.vocab_size
     for index, dialogue in enumerate(store):
         ids = dialogue.input_ids
-        unknown = ids[(ids < 0) | (ids >= vocab)]
-        if len(unknown):
-            return f"dialogue {index} has token id {int(unknown[0])}, the target's are 0 to {vocab - 1}"
-        for name, states in (("features", dialogue.features), *((f"tap_{k}", dialogue.taps[k]) for k in taps)):
-            bad = int((~states.float().isfinite().all(-1)).sum())
-            if bad:
-                return f"dialogue {index} has {name} that are NaN or infinite at {bad} of {len(ids)} tokens"
-    return None
+        if len(unknown := ids[(ids < 0) | (ids >= vocab)]):
+            text = f"dialogue {index} has token id {int(unknown[0])}, the target's are 0 to {vocab - 1}"
+            return finding(sound=False, answer=text)
+        for name, states in (("features", dialogue.features), *((f"tap_{k}", dialogue.taps[k]) for k in config.taps)):
+            if bad := int((~states.float().isfinite().all(-1)).sum()):
+                text = f"dialogue {index} has {name} that are NaN or infinite at {bad} of {len(ids)} tokens"
+                return finding(sound=False, answer=text)
+    try:
+        dtype = store.manifest.target_dtype
+        target = TargetModel.from_pretrained(config.target, dtype, config.tau_device, config.revision)
+    except (ValueError, torch.OutOfMemoryError) as error:
+        return finding(sound=True, answer=f"not checked, the target cannot be loaded ({error})")
+    cosines: list[Tensor] = []
+    for dialogue in store:
+        output = target.features(dialogue.input_ids[None].to(target.device), taps=config.taps)
+        pairs = [(dialogue.features, output.features), *((dialogue.taps[k], output.taps[k]) for k in config.taps)]
+        cosines += [torch.cosine_similarity(a.float(), b[0].float().cpu(), dim=-1) for a, b in pairs]
+    worst = float(torch.cat(cosines).quantile(0.01))
+    return finding(sound=worst >= SAME, answer=f"cosine {worst:.4f} for 1% of the tokens, {SAME} wanted")
 
 
 @torch.no_grad()
@@ -246,21 +250,3 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
             shared[kind] += overlap[chosen[t]].tolist()
     module.train()
     return {kind: sum(values) / len(values) for kind, values in shared.items() if values}
-
-
-def _judge_loss(before: float, after: float) -> Finding:
-    left = after / before if before > 0 else 0.0
-    answer = f"{before:.3f} before, {after:.3f} after ({left:.0%} left, at most {FALLEN:.0%} wanted)"
-    advice = "steps= and learning_rate= first (more, higher); then the gradients, the loss, and its targets' alignment"
-    sound = math.isfinite(before) and left <= FALLEN
-    return Finding("the loss falls to its floor", sound, answer, advice)
-
-
-def _judge_acceptance(shares: dict[str, float]) -> Finding:
-    poor = [kind for kind, share in shares.items() if share < KNOWN]
-    answer = ", ".join(f"{DESCRIPTION[kind]} {share:.0%}" for kind, share in shares.items())
-    if poor and "others" not in poor:
-        advice = "the loss mask or its shift: tokens at the edge of answers are not trained"
-    else:
-        advice = "the alignment of features, tokens and targets: what is trained is not what is drafted"
-    return Finding("every answer token would be accepted", not poor, f"{answer} ({KNOWN:.0%} wanted)", advice)

@@ -16,40 +16,37 @@ from drafters.model.files import resolve_device
 from train.configs import BoostConfig, DraftModelConfig
 from train.core.lm_heads import LMHeads
 from train.core.runtime import dtype_of
-from train.data.packing import Source, collate
+from train.data.packing import collate
 from train.draft.coverage import covered_rows, load_draft_models, right_rows
 from train.run.files import StateFolder
 from train.run.inputs import open_inputs
+from train.watch.heldout import first_dialogues
 
 SCRIPT = Path(__file__).resolve().parents[1] / "draft_model.py"
 
 
 def boost(config: BoostConfig, run: DraftModelConfig) -> None:
     """Train the models that are not trained yet, then print and write the coverage."""
-    first = config.out / "1"
-    lists = {"boosted": [first], "seeds": [first]}
-    train(config, 0, first, None)
-    for number, _ in enumerate(config.draft_models[1:], 1):
-        out = config.out / f"boosted-{number + 1}"
-        after = [str(folder) for folder in lists["boosted"]]
-        train(config, number, out, {"after": after, "length": config.length, "keep": config.keep})
-        lists["boosted"].append(out)
-        if config.seeds:
-            out = config.out / f"seed-{number + 1}"
-            train(config, number, out, None)
-            lists["seeds"].append(out)
-    if not config.seeds:
-        del lists["seeds"]
-    named = {name: [str(folder) for folder in folders] for name, folders in lists.items()}
-    found = coverage(run, named | {"as they were": config.draft_models}, config.length)
-    result = {"config": config.model_dump(mode="json"), "run": run.model_dump(mode="json"), "coverage": found}
+    lists = {"boosted": [str(config.out / "1")]} | ({"seeds": [str(config.out / "1")]} if config.seeds else {})
+    train(config, 0, config.out / "1", None)
+    for number in range(1, len(config.draft_models)):
+        for name, found in lists.items():
+            out = config.out / f"{name.removesuffix('s')}-{number + 1}"
+            after = {"after": found, "length": config.length, "keep": config.keep}
+            train(config, number, out, after if name == "boosted" else None)
+            found.append(str(out))
+    shares = coverage(run, lists | {"as they were": config.draft_models}, config.length)
+    result = {"config": config.model_dump(mode="json"), "run": run.model_dump(mode="json"), "coverage": shares}
     replace_json(config.out / "coverage.json", result | {"environment": measured_on(resolve_device())})
-    print(table(found, config.length))
-    print(f"draft_models: {json.dumps(named['boosted'])}")
+    most = max(map(len, shares.values()))
+    print(f"{f'covered, {config.length} tokens a speculation':<34}" + "".join(f"{n:>9}" for n in range(1, most + 1)))
+    for name, each in shares.items():
+        print(f"{name:<34}" + "".join(f"{share:>9.2%}" for share in each))
+    print(f"draft_models: {json.dumps(lists['boosted'])}")
 
 
 def train(config: BoostConfig, number: int, out: Path, boost: dict[str, Any] | None) -> None:
-    """Run one training in its own process, from its newest state if any; raise Failure if it fails."""
+    """Run one training in its own process, or continue it; raise Failure if it fails."""
     values = {"draft_model": config.draft_models[number], "out": str(out), "seed": number, "boost": json.dumps(boost)}
     resume = ["--resume"] if StateFolder(out).latest() else []
     overrides = [f"{key}={value}" for key, value in values.items()]
@@ -68,7 +65,7 @@ def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int)
     models = dict(zip(names, load_draft_models(names, dtype_of(run), device), strict=True))
     totals = {name: [0] * len(names) for name, names in lists.items()}
     rows = 0
-    for index in held_out(inputs.heldout, run.heldout_tokens):
+    for index in first_dialogues(inputs.heldout, run.heldout_tokens):
         batch = collate(inputs.heldout, [index])
         answers = batch.shifted(batch.loss_mask, 1)
         rows += int(answers.sum())
@@ -79,18 +76,3 @@ def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int)
                 union |= covered[member]
                 totals[name][place] += int((union & answers).sum())
     return {name: [total / rows for total in found] for name, found in totals.items()}
-
-
-def held_out(store: Source, tokens: int) -> range:
-    """The dialogues of the first ``tokens`` tokens, at least one."""
-    return range(max(1, int((store.lengths.cumsum(0) <= tokens).sum())))
-
-
-def table(found: Mapping[str, list[float]], length: int) -> str:
-    """The shares as text."""
-    count = max(map(len, found.values()))
-    lines = [
-        f"{'covered, ' + str(length) + ' tokens a speculation':<34}" + "".join(f"{n:>9}" for n in range(1, count + 1))
-    ]
-    lines += [f"{name:<34}" + "".join(f"{share:>9.2%}" for share in shares) for name, shares in found.items()]
-    return "\n".join(lines)

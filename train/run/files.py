@@ -10,7 +10,6 @@ state/step-*/, state/latest      resumable states (train/run/state.py): the newe
 import contextlib
 import fcntl
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from data_prep.common.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
-from drafters.common.files import naming, replace_text, sync_folder
+from drafters.common.files import check_folder, naming, replace_text, sync_folder
 from drafters.common.provenance import changes, git_commit, library_versions
 from drafters.config import Config
 from train.core.config import FREE_ON_RESUME, TrainConfig
@@ -30,8 +29,6 @@ KEPT_STATES = 2
 PACKING = 2  # version of `epoch_batches` in train/data/packing.py: raised when the same seed gives other batches
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
-# Figures in metrics.jsonl of the machine and not of the training, which differ between equal runs.
-TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds", "joules")
 
 
 class StateFolder:
@@ -46,7 +43,7 @@ class StateFolder:
         self._latest = self.path / "latest"
 
     def latest(self) -> str | None:
-        """The tag of the newest complete state, or None; empty if ``latest`` is damaged (see ``check``)."""
+        """The tag of the newest complete state, or None."""
         return self._latest.read_text(errors="replace").strip() if self._latest.is_file() else None
 
     def newest(self) -> Path | None:
@@ -59,20 +56,10 @@ class StateFolder:
         newest = self.newest()
         return f"the last good state is {newest}" if newest else "no checkpoint was written yet"
 
-    def check(self) -> None:
-        """Raise ValueError if ``latest`` names no state, or is missing although states exist."""
-        named = self.latest()
-        if named is None and self._tags():
-            raise ValueError(f"{self._latest} is missing: {self.advice()}")
-        if named is not None and not re.fullmatch(r"step-\d+", named):
-            raise ValueError(f"{self._latest} is damaged, it says {named!r}: {self.advice()}")
-
     def advice(self, damaged: str | None = None) -> str:
         """How to continue from a state other than ``damaged``."""
-        tags = [tag for tag in self._tags() if tag != damaged]
-        if not tags:
-            return "there is no other state; start again with another out="
-        return f"write one of {', '.join(tags)} into {self._latest} and resume from that"
+        tags = ", ".join(tag for tag in self._tags() if tag != damaged)
+        return f"write one of {tags} into {self._latest} and resume from that" if tags else "give another out="
 
     def _tags(self) -> list[str]:
         return sorted(path.name for path in self.path.glob("step-*"))
@@ -121,20 +108,26 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
             in it; or a key changed that a resumed run must keep.
     """
     run, states = config.out, StateFolder(config.out)
-    if _is_held(run / METRICS):
+    check_folder(run)
+    held = False
+    with contextlib.suppress(OSError, ValueError):  # no such file, or a file system without locks
+        held = is_locked(run / METRICS)
+    if held:
         raise ValueError(f"another process is training in {run}: wait until it ends, or give another out=")
-    if run.exists() and not run.is_dir():
-        raise ValueError(f"out: {run} is a file; give a folder")
     if not resume and (not run.exists() or not any(run.iterdir()) or _is_dead(run)):
         return config
-    _check_drafter(config)
-    if not resume and states.latest() is not None and (run / "run.json").is_file():
+    described = (run / "run.json").is_file()
+    if described and (there := read_info(run).get("drafter")) != config.drafter:
+        what = f"a run of train/{there}.py" if there else "a run that is no drafter's training"
+        raise ValueError(f"out: {run} holds {what}, and this is train/{config.drafter}.py; give another out=")
+    if not resume and described and states.latest() is not None:
         raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
-    states.check()
     if not resume:
         raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
-    if states.latest() is None:
-        raise ValueError(f"--resume: {_nothing_to_resume(run)}")
+    if not states.latest():
+        raise ValueError(
+            f"--resume: there is no run at {run} with a saved state; start without --resume, or {states.advice()}"
+        )
     now = _by_key(config.model_dump(mode="json"))
     now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
@@ -154,37 +147,10 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
 
 def read_info(run: Path) -> dict[str, Any]:
     """The contents of a run's run.json; raises ValueError if it is missing or damaged."""
-    file = run / "run.json"
-    try:
-        info = json.loads(file.read_text())
-        if not isinstance(info, dict) or not isinstance(info["config"], dict):
-            raise ValueError("it holds no config")
-    except FileNotFoundError:
-        raise ValueError(f"{run} holds no training run: it has no run.json; give the `out` of one") from None
-    except (ValueError, LookupError) as error:
-        raise ValueError(f"{file} is damaged ({error}); restore it, or train again with another out=") from None
+    info = read_object(run / "run.json")
+    if not isinstance(info.get("config"), dict):
+        raise ValueError(f"{run / 'run.json'} is missing or damaged; restore it, or train again with another out=")
     return info
-
-
-def _check_drafter(config: TrainConfig) -> None:
-    """Raise ValueError if the run in ``out`` trains another drafter than ``config``."""
-    run = config.out
-    if not (run / "run.json").is_file():
-        return
-    there = read_info(run).get("drafter")
-    if there != config.drafter:
-        what = f"a run of train/{there}.py" if there else "a run that is no drafter's training"
-        fix = f"continue that one with train/{there}.py --resume, or" if there else "so"
-        raise ValueError(f"out: {run} holds {what}, and this is train/{config.drafter}.py; {fix} give another out=")
-
-
-def _nothing_to_resume(run: Path) -> str:
-    if not run.exists():
-        return f"there is no run at {run}; start without --resume"
-    if not (run / "run.json").is_file():
-        return f"{run} holds no training run; start without --resume, with an out= that is new or empty"
-    fix = "start it again" if _is_dead(run) else "empty the folder and start"
-    return f"the run in {run} ended before its first state was saved; {fix} without --resume"
 
 
 def clear_dead_run(run: Path) -> None:
@@ -196,17 +162,9 @@ def clear_dead_run(run: Path) -> None:
 
 def _is_dead(run: Path) -> bool:
     """True if the folder holds only a run's own files, and no state and no drafter."""
-    own = {*FIGURES, *(f".{name}.tmp" for name in FIGURES)}
+    own = {"state", *FIGURES, *(f".{name}.tmp" for name in FIGURES)}
     names = {path.name for path in run.iterdir()}
-    half = all(path.name.startswith(".") for path in (run / "state").glob("*"))
-    return bool(names) and names <= {*own, "state"} and half
-
-
-def _is_held(metrics: Path) -> bool:
-    """True if a live process has these metrics open: on this machine, or on any if the file system has locks."""
-    with contextlib.suppress(OSError, ValueError):  # no such file, or no locks
-        return is_locked(metrics)
-    return False
+    return bool(names) and names <= own and all(path.name.startswith(".") for path in (run / "state").glob("*"))
 
 
 def _by_key(config: dict[str, Any]) -> dict[str, Any]:
@@ -225,38 +183,33 @@ def describe_data(manifest: StoreManifest) -> dict[str, Any]:
 
 def begun_on(run: Path) -> str | None:
     """The date in the dialogues of the run in ``run``, if its chat template prints one; else None."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        return str(read_info(run)["data"]["train"]["template_date"])
-    return None
+    date = read_object(run / "run.json").get("data", {}).get("train", {}).get("template_date")
+    return None if date is None else str(date)
 
 
-def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError if the dialogues or their batches changed since the run in ``run`` began.
+def check_continues(run: Path, now: dict[str, Any]) -> None:
+    """Raise ValueError if the dialogues, their batches or the base of ``lora`` changed since the run in ``run`` began.
 
-    Its position in the data would then skip dialogues and repeat others.
+    The position in the data would then skip dialogues and repeat others. ``now``: what run.json will hold.
     """
-    info = read_info(run)
-    if info.get("packing", 1) != PACKING:
+    before = read_info(run)
+    if before.get("packing", 1) != PACKING:
         raise ValueError(
             f"--resume: the run in {run} was begun by a version that put the dialogues into other batches; finish it "
-            f"with that version (commit {info.get('commit')}), or train again with another out="
+            f"with that version (commit {before.get('commit')}), or train again with another out="
         )
-    before = info.get("data", {})
-    for split, now in data.items():
-        if split in before and {**now, **before[split]} != now:  # runs of earlier versions recorded no date
+    for split, data in now["data"].items():
+        then = before.get("data", {}).get(split, {})
+        if {**data, **then} != data:  # runs of earlier versions recorded no date
             raise ValueError(
-                f"--resume: the {split} dialogues changed since the run in {run} began ({before[split]} then, {now} "
-                "now); restore the data file or the features, or use another out="
+                f"--resume: the {split} dialogues changed since the run in {run} began ({then} then, {data} now); "
+                "restore the data file or the features, or use another out="
             )
-
-
-def check_same_base(run: Path, base: dict[str, Any] | None) -> None:
-    """Raise ValueError if the base of the adapter in ``run`` changed since the run began."""
-    before = read_info(run).get("base")
-    if base is not None and before is not None and before["fingerprint"] != base["fingerprint"]:
+    then, base = before.get("base"), now.get("base")
+    if base is not None and then is not None and base["fingerprint"] != then["fingerprint"]:
         raise ValueError(
             f"--resume: init_from {base['name']!r} is another drafter (fingerprint {base['fingerprint']}) than the "
-            f"adapter in {run} was begun on ({before['fingerprint']}); restore it, or use another out="
+            f"adapter in {run} was begun on ({then['fingerprint']}); restore it, or use another out="
         )
 
 
@@ -270,19 +223,15 @@ def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict
     }
 
 
-def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
-    """How to run it again."""
-    more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks}
-    return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
+def run_folder_bytes(config: TrainConfig, module: "nn.Module") -> int:
+    """Bytes of a run folder: the kept states, one being written, and the old and the new export.
 
-
-def run_folder_bytes(count: int, averaged: bool = False, export: int | None = None) -> int:
-    """Bytes of a run folder with ``count`` trained parameters: the kept states, one being written, and two exports.
-
-    A state holds weights, two moments and the ``averaged`` weights in float32. The export is bf16, or ``export`` bytes;
-    a new one is written beside the old one.
+    A state holds weights, two moments and perhaps averaged weights in float32. An export is bf16, or the module's
+    ``export_bytes``.
     """
-    return (KEPT_STATES + 1) * (16 if averaged else 12) * count + 2 * (2 * count if export is None else export)
+    count = trained_parameters(module)
+    state = (12 if config.weight_average is None else 16) * count
+    return (KEPT_STATES + 1) * state + 2 * int(getattr(module, "export_bytes", 2 * count))
 
 
 def trained_parameters(module: "nn.Module") -> int:
@@ -292,11 +241,10 @@ def trained_parameters(module: "nn.Module") -> int:
 
 def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
     """Raise ValueError unless the states and exports of ``module`` fit on the run folder's disk."""
-    run, count = config.out, trained_parameters(module)
+    run = config.out
     there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
-    what = f"the run folder {run} (states and exports of {count:,} trained parameters)"
-    needed = run_folder_bytes(count, config.weight_average is not None, getattr(module, "export_bytes", None))
-    check_room(run, needed - there, what, "give an `out` on another disk, or make room")
+    what = f"the run folder {run} (states and exports of {trained_parameters(module):,} trained parameters)"
+    check_room(run, run_folder_bytes(config, module) - there, what, "give an `out` on another disk, or make room")
 
 
 class Metrics:

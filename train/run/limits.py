@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from train.core.config import TrainConfig
 from train.core.runtime import Ranks
-from train.data.packing import Position
 
 
 @dataclass
@@ -22,11 +21,6 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     joules: float | None = 0.0
-
-    @property
-    def position(self) -> Position:
-        """The next global batch."""
-        return Position(self.epoch, self.batch)
 
 
 class Limits:
@@ -61,30 +55,26 @@ class Limits:
             return True
         if self.config.minutes is None:
             return False
-        late = self.elapsed() >= 60 * self.config.minutes
-        ended = self._total(late) > 0
+        ended = self._total(self.elapsed() >= 60 * self.config.minutes) > 0
         if ended:  # as the state has to say, or a resumed run would take one step more
             self.progress.seconds = max(self.progress.seconds, 60 * self.config.minutes)
         return ended
 
     def learning_rate(self) -> float:
         """Linear warm-up from 0, then the schedule over the rest of steps, epochs or minutes."""
-        config, step = self.config, self.progress.step
-        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        config, progress = self.config, self.progress
+        warm = min(1.0, (progress.step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
         if config.schedule == "constant" or warm < 1.0:
             return config.learning_rate * warm
-        done = self._fraction_done()
+        by_step = by_clock = 0.0
+        if self.last_step is not None:
+            by_step = (progress.step - config.warmup_steps) / max(1, self.last_step - config.warmup_steps)
+        if config.minutes:
+            by_clock = progress.seconds / (60 * config.minutes)
+            by_clock = self._total(by_clock) / self._ranks.count if self._ranks.count > 1 else by_clock
+        done = min(1.0, max(0.0, by_step, by_clock))
         left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
         return config.learning_rate * left
-
-    def _fraction_done(self) -> float:
-        by_step, warmup = 0.0, self.config.warmup_steps
-        if self.last_step is not None:
-            by_step = (self.progress.step - warmup) / max(1, self.last_step - warmup)
-        by_clock = self.progress.seconds / (60 * self.config.minutes) if self.config.minutes else 0.0
-        if self.config.minutes and self._ranks.count > 1:
-            by_clock = self._total(by_clock) / self._ranks.count
-        return min(1.0, max(0.0, by_step, by_clock))
 
     def _total(self, value: float) -> float:
         return float(self._ranks.total(torch.tensor([value], dtype=torch.float64, device=self._device)))

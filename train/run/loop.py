@@ -28,22 +28,14 @@ from train.core.runtime import Ranks, check_same_step, dtype_of, rank_device, se
 from train.core.task import Task
 from train.core.weights import init_from
 from train.data.frequency import find_frequent
-from train.data.packing import Batch, StepData, TrainData
+from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
-from train.run.answers import OWN_SHARE, answers_line, describe_answers, describe_heldout
-from train.run.files import (
-    Metrics,
-    StateFolder,
-    check_same_base,
-    check_same_data,
-    clear_dead_run,
-    describe_data,
-    describe_run,
-)
-from train.run.inputs import Inputs, target_identity
+from train.run import files
+from train.run.files import Metrics, StateFolder
+from train.run.inputs import Inputs
 from train.run.limits import Limits, Progress
 from train.run.state import SavedState, save_state
-from train.run.summary import write_summary
+from train.run.summary import OWN_SHARE, answers_line, describe_answers, describe_heldout, write_summary
 from train.watch.energy import TrainingEnergy
 from train.watch.flops import TrainingCost, training_cost
 from train.watch.heldout import Heldout
@@ -70,11 +62,13 @@ class TrainRun:
         cost = training_cost(task)  # before ZeRO-3 partitions the weights
         self._choose_tokens(saved)
         self._start_engine()
-        self._open_data()
-        self._watch(cost)
+        self._open_data(cost)
         self.info = self._describe(arguments)
         if saved:
-            self._restore_optimizer(saved)
+            files.check_continues(self.config.out, self.info)
+            saved.load_optimizer(self.engine, self.progress.step)
+            if self.average is not None:
+                self.average.load(saved.weight_average())
         self.metrics = self._open_run_folder(resume) if ranks.is_first else None
 
     def _load_weights(self, saved: SavedState | None) -> None:
@@ -103,8 +97,8 @@ class TrainRun:
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
         check_same_step(self.ranks, self.progress.step, self.engine.device)
 
-    def _open_data(self) -> None:
-        """The training batches, the held-out text, and the check of both stores' files."""
+    def _open_data(self, cost: TrainingCost) -> None:
+        """The training batches, the held-out text, the check of both stores' files, and what measures the run."""
         inputs, device = self.inputs, self.engine.device
         stores = [inputs.train, inputs.heldout] if self.config.verify else []
         self.check = ShardCheck(stores, self.ranks, device)
@@ -116,42 +110,34 @@ class TrainRun:
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, self.ranks)
         everywhere = range(len(inputs.heldout))  # the prompts of tau are spread over the store
         self.check.first_read(inputs.heldout, everywhere if self.config.tau_every else self.heldout.dialogues)
-
-    def _watch(self, cost: TrainingCost) -> None:
-        """Meters of speed and energy, and the decoding loop for tau on the first rank."""
-        self.meter = Meter(self.task, cost, self.engine.device)
-        self.energy = TrainingEnergy(self.engine.device, self.ranks, self.progress.joules)
+        self.meter = Meter(self.task, cost, device)
+        self.energy = TrainingEnergy(device, self.ranks, self.progress.joules)
         self.tau: HeldoutTau | None = None
         if self.config.tau_every and self.ranks.is_first:
-            self.tau = HeldoutTau(self.task, self.inputs.heldout, self.engine.device, self.inputs.target)
+            self.tau = HeldoutTau(self.task, inputs.heldout, device, inputs.target)
 
     def _describe(self, arguments: list[str]) -> dict[str, Any]:
         """The contents of run.json."""
         task, inputs = self.task, self.inputs
-        more = {
-            "data": {"train": describe_data(inputs.train.manifest)},
+        described = {
+            "drafter": self.config.drafter,
+            "packing": files.PACKING,
+            "ranks": self.ranks.count,
+            **files.how_to_repeat(self.config, arguments, "deepspeed", "safetensors"),
+            "data": {"train": files.describe_data(inputs.train.manifest)},
             "heldout": describe_heldout(self.config, inputs.heldout.manifest),
             "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
             "energy": self.energy.how,
             "hardware": hardware(self.engine.device),
         }
-        base = None if task.base is None else {"base": task.base.model_dump()}
-        return describe_run(self.config, arguments, self.ranks.count) | more | (base or {})
-
-    def _restore_optimizer(self, saved: SavedState) -> None:
-        """The saved optimizer state, after a check that data and base are those that the run began with."""
-        check_same_data(self.config.out, self.info["data"])
-        check_same_base(self.config.out, self.info.get("base"))
-        saved.load_optimizer(self.engine, self.progress.step)
-        if self.average is not None:
-            self.average.load(saved.weight_average())
+        return described if task.base is None else described | {"base": task.base.model_dump()}
 
     def _open_run_folder(self, resume: bool) -> Metrics:
         self.config.out.mkdir(parents=True, exist_ok=True)
         if resume:
             self.states.tidy()
         else:
-            clear_dead_run(self.config.out)
+            files.clear_dead_run(self.config.out)
         replace_json(self.config.out / "run.json", {**self.info, "resumed_at_step": self.progress.step})
         return Metrics(self.config.out, self.progress.step)
 
@@ -165,7 +151,7 @@ class TrainRun:
         self.limits.start()
         form = None if self.limits.last_step is None else WITHOUT_TIME_LEFT
         bar = Bar(total=self.limits.last_step, initial=progress.step, disable=not self.ranks.is_first, bar_format=form)
-        steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
+        steps = self.meter.watch(self.data.steps(Position(progress.epoch, progress.batch)), progress.tokens)
         finished = progress.step > 0 and self.limits.finished()  # at least one step, even in a short run
         if finished:
             bar.write(f"{config.out} ended at step {progress.step:,} without its final files; writing them now")
@@ -194,7 +180,8 @@ class TrainRun:
                     self._check_shards()
                 # The state first, so that a full disk during the export does not lose training.
                 if due(config.save_every):
-                    self._save()
+                    progress.joules = self.energy.total()
+                    save_state(self.engine, self.states, vars(progress), self.ranks, self.average)
                 if due(config.export_every):
                     self._export()
         except KeyboardInterrupt:
@@ -211,8 +198,6 @@ class TrainRun:
             if self.metrics:
                 self.metrics.close()
                 self._sum_up(ended)
-
-    # ------------------------------------------------------------------------------------------- one step
 
     def _step(self, steps: Iterator[StepData], bar: Any) -> None:
         """One optimiser step, which depends only on the weights, the optimiser's state and the step's number.
@@ -271,8 +256,6 @@ class TrainRun:
     def _with_rows(self, batch: Batch, seed: int) -> Batch:
         rows = self.task.rows(batch, seed)
         return replace(batch, rows=rows.pin_memory() if self.data.pin else rows)  # else the copy would wait for the GPU
-
-    # ------------------------------------------------------------------------------------------- figures
 
     def _report(self, bar: Any, losses: dict[str, float], norm: float, rate: float, speed: float) -> None:
         bar.update(1)
@@ -371,13 +354,6 @@ class TrainRun:
         """The sums of ``values`` over all ranks, float64, on the device."""
         return self.ranks.total(torch.tensor(values, dtype=torch.float64, device=self.engine.device))
 
-    # ------------------------------------------------------------------------------------------- files
-
-    def _save(self) -> None:
-        self.progress.joules = self.energy.total()
-        progress = dict(vars(self.progress))
-        save_state(self.engine, self.states, self.progress.step, progress, self.ranks, self.average)
-
     def _export(self) -> None:
         """Write the drafter as it is now into the top of the run folder."""
         self.progress.joules = self.energy.total()
@@ -397,4 +373,5 @@ class TrainRun:
             "joules": self.progress.joules,
             **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
         }
-        self.task.export(weights, target_identity(self.config, self.inputs.ends), training)
+        target = self.inputs.ends.identity(self.config.target, self.config.revision)
+        self.task.export(weights, target, training)

@@ -49,7 +49,7 @@ class SavedState:
         try:
             self.progress: dict[str, Any] = dict(json.loads((folder / PROGRESS).read_text()))
             written = dict(self.progress.pop("sha256", {}))
-            kinds = (*ALWAYS, *[AVERAGE][: f"{AVERAGE}.safetensors" in written])
+            kinds = (*ALWAYS, AVERAGE) if f"{AVERAGE}.safetensors" in written else ALWAYS
             found = checksums(folder, self.progress, kinds)
             self._files = {kind: safe_open(folder / f"{kind}.safetensors", "pt") for kind in kinds}
         except (TypeError, ValueError, OSError, SafetensorError) as error:
@@ -93,46 +93,36 @@ def checksums(folder: Path, progress: dict[str, Any], kinds: tuple[str, ...] = A
 
 
 def save_state(
-    engine: Engine,
-    states: StateFolder,
-    step: int,
-    progress: dict[str, Any],
-    ranks: Ranks,
-    average: WeightAverage | None = None,
+    engine: Engine, states: StateFolder, progress: dict[str, Any], ranks: Ranks, average: WeightAverage | None
 ) -> None:
-    """Write the state after ``step`` steps, then name it as the newest; a collective.
+    """Write the state after ``progress["step"]`` steps, then name it as the newest; a collective.
 
     A kill meanwhile leaves the earlier states as they were.
 
     Raises:
         OSError: for example a full disk. The incomplete state is deleted; earlier states stay.
     """
-    tag, failure = states.tag(step), None
+    tag = states.tag(progress["step"])
     folder = states.begin(tag) if ranks.is_first else Path()
-    kinds = (*ALWAYS, *[AVERAGE][: average is not None])
-    averages = {} if average is None else average.weights
+    kinds = ALWAYS if average is None else (*ALWAYS, AVERAGE)
+    failure: OSError | None = None
     for kind in kinds:
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in _trained(engine.module):
-            if kind != AVERAGE and kind not in engine.kept_of(parameter):
-                continue
-            # A collective, so also after a failure.
-            whole = averages[name] if kind == AVERAGE else engine.gather(parameter, kind)
-            if ranks.is_first and failure is None:
-                tensors[name] = whole.to("cpu", torch.float32)
+            if kind == AVERAGE and average is not None:
+                tensors[name] = average.weights[name]
+            elif kind in engine.kept_of(parameter):
+                whole = engine.gather(parameter, kind)  # a collective, so also after a failure
+                tensors |= {name: whole.to("cpu", torch.float32)} if ranks.is_first else {}
         if ranks.is_first and failure is None:
             try:
                 save_tensors(tensors, folder / f"{kind}.safetensors")
+                if kind == kinds[-1]:
+                    replace_json(folder / PROGRESS, {**progress, "sha256": checksums(folder, progress, kinds)})
+                    states.publish(tag)
             except OSError as error:
                 failure = error
-    if ranks.is_first and failure is None:
-        try:
-            replace_json(folder / PROGRESS, {**progress, "sha256": checksums(folder, progress, kinds)})
-            states.publish(tag)
-        except OSError as error:
-            failure = error
-    failed = ranks.total(torch.tensor([failure is not None], dtype=torch.int64, device=engine.device))
-    if int(failed):
+    if int(ranks.total(torch.tensor(failure is not None, dtype=torch.int64, device=engine.device))):
         if ranks.is_first:
             states.abandon(tag)
         what = f"{states.path / tag} could not be written ({failure or 'on rank 0'})"

@@ -1,15 +1,25 @@
-"""The summary of a training run: summary.json and summary.png in its folder."""
+"""The summary of a training run: summary.json and summary.png in its folder; and whether its held-out answers are the
+target's own.
+
+In decoding, a drafter continues the target's own text. On other answers, such as a data set's, acceptance differs. So a
+run measures the share of their tokens that are the target's own choice.
+"""
 
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from data_prep.store.manifest import ANSWERS, StoreManifest
 from drafters.common.files import replace_json
+from train.core.config import TrainConfig
 from train.run import picture
-from train.run.answers import OWN_SHARE, describe_answers
 from train.run.files import StateFolder, read_metrics, read_object
 
 SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; all others are better if larger
+OWN_SHARE = "heldout_own_answers"  # in metrics.jsonl, of the evaluation before the first step
+# 0.97 or more for a target's own greedy answers: batches round differently where two tokens are nearly tied, and an
+# answer that was cut has an end that the target did not write.
+LEAST_OWN = 0.9
 
 
 def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
@@ -28,11 +38,7 @@ def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
 
 
 def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
-    """A run's files as one mapping; ``heldout`` has first, last and best of every held-out figure.
-
-    Raises:
-        ValueError: the folder holds no run, or one that logged nothing.
-    """
+    """A run's files as one mapping; ``heldout`` has first, last and best of every held-out figure."""
     info, rows = read_object(run / "run.json"), read_metrics(run)
     if not info or not rows:
         missing = "figures in metrics.jsonl" if info else "run.json that can be read"
@@ -43,8 +49,9 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     if ended is None and before.get("steps") == last.get("step", 0):  # otherwise killed, or still running
         ended = before.get("ended")
     newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
-    spent = [row for row in rows if "seconds" in row]
-    joules, energy = spent[-1].get("joules") if spent else None, info.get("energy")
+    spent = next((row for row in reversed(rows) if "seconds" in row), {})
+    joules, energy = spent.get("joules"), info.get("energy")
+    own = next((row[OWN_SHARE] for row in rows if OWN_SHARE in row), None)
     if joules is None and energy is not None and energy["available"]:
         energy = {"available": False, "how": "not all of the run was counted"}
     return {
@@ -53,12 +60,12 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": int(last.get("step", 0)),
         "tokens": int(last.get("tokens", 0)),
-        "minutes": round(spent[-1]["seconds"] / 60, 2) if spent else None,
+        "minutes": round(spent["seconds"] / 60, 2) if spent else None,
         "joules": joules,
         "energy": energy,
         "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
-        "heldout_answers": describe_answers(info.get("heldout") or {}, _first(OWN_SHARE, rows)),
+        "heldout_answers": describe_answers(info.get("heldout") or {}, own),
         "heldout": {name: _course(name, rows) for name in names if name.startswith("heldout_")},
         "speed": {
             **{name: _mean(steps, name) for name in ("tokens_per_second", "mfu", "data_wait")},
@@ -67,10 +74,6 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         },
         **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
     }
-
-
-def _first(name: str, rows: list[dict[str, float]]) -> float | None:
-    return next((row[name] for row in rows if name in row), None)
 
 
 def _course(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
@@ -86,3 +89,42 @@ def _mean(steps: list[dict[str, float]], name: str) -> float | None:
     values = [row[name] for row in steps if name in row]
     values = values[1:] or values
     return round(sum(values) / len(values), 4) if values else None
+
+
+def describe_heldout(config: TrainConfig, manifest: StoreManifest) -> dict[str, Any]:
+    """Facts on the held-out text for run.json; ``remake``: how to replace its answers by the target's own."""
+    made = {"source": manifest.source, "answers": manifest.answers}
+    if manifest.answers in ("own", "sampled"):
+        return made
+    if config.data is None:
+        how = f"delete {Path(config.features) / 'heldout'}, then run data_prep.features with heldout_answers=own"
+    else:
+        how = f"run data_prep.regenerate source={config.data.heldout}, then train with data.heldout=<its out>"
+    return made | {"remake": how}
+
+
+def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, Any]:
+    """For a run's summary: the source of the held-out answers, and a warning if they are not the target's own.
+
+    Args:
+        heldout: of ``describe_heldout``; empty for older runs.
+        share: of the answers' tokens that the target ranks first; None: not measured.
+    """
+    found = {key: heldout.get(key) for key in ("source", "answers")} | {"own_share": share, "warning": None}
+    if share is None or share >= LEAST_OWN:
+        return found
+    reasons = {
+        "sampled": "it sampled them, so these figures are for sampling, not for greedy decoding",
+        "own": "although it wrote them: the features may have another dtype, or be damaged",
+    }
+    other = f"so acceptance in decoding will differ. To measure on its own answers: {heldout.get('remake')}"
+    begin = f"{share:.0%} of the tokens of the held-out answers are the target's own greedy choice"
+    return found | {"warning": f"{begin}: {reasons.get(heldout.get('answers', ''), other)}"}
+
+
+def answers_line(found: dict[str, Any]) -> str:
+    """``describe_answers`` in one line."""
+    if found["warning"]:
+        return f"warning: {found['warning']}"
+    share = "" if found["own_share"] is None else f" ({found['own_share']:.1%} of their tokens are its greedy choice)"
+    return f"held-out answers: {ANSWERS[found['answers']]}{share}"

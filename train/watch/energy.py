@@ -13,17 +13,11 @@ EVERY = 10.0  # seconds
 
 
 class TrainingEnergy:
-    """Joules since training began, as far as they were counted.
+    """Joules since training began.
 
     Each rank reads its GPU; a machine's first rank reads its CPU packages. A counter covers the whole device, with idle
-    power and other processes.
-
-    Args:
-        joules: of the run before it was resumed; None: unknown, so the total stays unknown.
-
-    Attributes:
-        joules: of all ranks, as of the last ``total``; None: at least one device was not counted all the time.
-        how: how the first rank's device is counted, or why it is not.
+    power and other processes. ``joules``: of all ranks, as of the last ``total``, or of the run before it was resumed;
+    None: at least one device was not counted all the time.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks, joules: float | None) -> None:
@@ -39,7 +33,7 @@ class TrainingEnergy:
 
     @property
     def how(self) -> dict[str, Any]:
-        """For run.json: ``available`` and ``how``."""
+        """How the first rank's device is counted, or why it is not; for run.json."""
         return dict(self._meter.describe()["device"])
 
     def tick(self) -> None:

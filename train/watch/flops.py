@@ -34,17 +34,11 @@ PEAK_TFLOPS = (
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """FLOPs of forward and backward passes.
+    """FLOPs of forward and backward passes."""
 
-    Attributes:
-        token: of the module's weights, for each token.
-        pair: of its attention, for each (query, key) pair.
-        row: of the LM head's products, for each trained position.
-    """
-
-    token: int
-    pair: int
-    row: int
+    token: int  # of the module's weights, for each token
+    pair: int  # of its attention, for each (query, key) pair
+    row: int  # of the LM head's products, for each trained position
 
     def of(self, lengths: list[int], rows: float) -> float:
         """FLOPs of dialogues of these lengths (tokens), ``rows`` of whose positions are trained."""
@@ -59,12 +53,12 @@ def training_cost(task: Task) -> TrainingCost:
     every = task.module.named_parameters()
     matrices = {name: weights for name, weights in every if weights.dim() == 2 and name not in task.lm_heads}
     # 2 FLOPs for each of three products: the forward one, the weights' gradient (of frozen ones, none) and the input's
-    # (of a constant, none).
-    products = {
-        name: 3 - (_without_lora(name) in task.constant_inputs) - (not weights.requires_grad)
-        for name, weights in matrices.items()
-    }
-    token = sum(2 * products[name] * weights.numel() for name, weights in matrices.items())
+    # (of a constant, none). A LoRA matrix has the input of the weight beside it.
+    token = 0
+    for name, weights in matrices.items():
+        beside = re.sub(r"\.(base_layer|lora_A\.default)\.", ".", name)
+        products = 3 - (beside in task.constant_inputs) - (not weights.requires_grad)
+        token += 2 * products * weights.numel()
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
@@ -84,11 +78,6 @@ def row_flops(task: Task) -> int:
     numbers = task.against_logits * target.in_features
     numbers += sum((2 + head.weight.requires_grad) * head.in_features for head in heads)
     return 2 * (task.config.loss_vocab or target.out_features) * int(numbers)
-
-
-def _without_lora(name: str) -> str:
-    """A weight's name; of a LoRA matrix, the name of the weight beside it, which has the same input."""
-    return re.sub(r"\.(base_layer|lora_A\.default)\.", ".", name)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:

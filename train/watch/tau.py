@@ -1,7 +1,6 @@
 """tau on held-out prompts by the real decoding loop, measured during training."""
 
 import time
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,29 +22,16 @@ MOST_SECONDS = 480.0  # the other ranks wait idle meanwhile
 
 
 def tau_prompts(config: TrainConfig, target: PretrainedConfig, store: Source) -> list[list[int]]:
-    """``tau_prompts`` of the store's prompts that leave room for an answer of ``tau_new_tokens``.
-
-    Raises:
-        ValueError: no prompt fits.
-    """
+    """``config.tau_prompts`` prompts that leave room for an answer of ``tau_new_tokens``; raises ValueError if none."""
     limit = getattr(target, "max_position_embeddings", None) or 1 << 30
-    if limit <= config.tau_new_tokens:
-        raise ValueError(
-            f"tau_new_tokens is {config.tau_new_tokens:,}, and the target was made for {limit:,} tokens, prompt "
-            "included; lower it, or set tau_every: null"
-        )
     return held_out_prompts(store, config.tau_prompts, limit - config.tau_new_tokens)
 
 
 def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]:
-    """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle.
-
-    Raises:
-        ValueError: no dialogue has a prompt of 1 to ``longest`` tokens.
-    """
-    order = torch.randperm(len(store), generator=torch.Generator().manual_seed(0)).tolist()
+    """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle; at most
+    ``longest`` tokens. Raises ValueError if no dialogue has such a prompt."""
     prompts: list[list[int]] = []
-    for index in order:
+    for index in torch.randperm(len(store), generator=torch.Generator().manual_seed(0)).tolist():
         dialogue = store[index]
         answers = dialogue.loss_mask.nonzero()
         if len(answers) and 1 <= int(answers[0]) <= longest:
@@ -64,13 +50,7 @@ class HeldoutTau:
     """Measures tau on one rank. The target is loaded for it, and released afterwards unless the config keeps it.
 
     The training's module and random numbers do not change: the drafters get a copy of the weights, and random numbers
-    come from a fork of the generators.
-
-    Args:
-        target: a target that is already in memory; it is not released.
-
-    Raises:
-        ValueError: the held-out store has no prompt that fits.
+    come from a fork of the generators. A given ``target`` is not released.
     """
 
     def __init__(self, task: Task, store: Source, device: torch.device, target: TargetModel | None = None) -> None:
@@ -83,9 +63,6 @@ class HeldoutTau:
         """``heldout_tau`` (of EAGLE's chain, of Kangaroo), ``heldout_tau_tree`` (EAGLE), and by kind of draft
         ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.loop.trace defines them.
 
-        Args:
-            weights: the drafter's whole state, copied.
-
         Raises:
             ValueError: the target cannot be loaded.
             torch.OutOfMemoryError: target and training do not fit together.
@@ -94,17 +71,17 @@ class HeldoutTau:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
             with torch.random.fork_rng(devices=devices):
-                drafters = self.task.drafters(self._load(), weights)
-                traces = self._decode(drafters)
+                traces = self._decode(self.task.drafters(self._load(), weights))  # the drafters hold the target
         finally:
-            drafters = {}  # they hold the target
-            self._release(keep=self.config.tau_keep_target or self._given)
-        found: dict[str, float] = {}
+            if not (self.config.tau_keep_target or self._given):
+                self._target = None
+            collect_memory()
+        found = {"tau_seconds": round(time.monotonic() - began, 2)}
         for kind, trace in traces.items():
             found |= trace_figures(kind, trace)
-        return found | {"tau_seconds": round(time.monotonic() - began, 2)}
+        return found
 
-    def _decode(self, drafters: Mapping[str, Drafter]) -> dict[str, Trace]:
+    def _decode(self, drafters: dict[str, Drafter]) -> dict[str, Trace]:
         """One trace per drafter, all over the same prompts, as many as the time allows."""
         traces = {kind: Trace() for kind in drafters}
         began = time.monotonic()
@@ -122,11 +99,6 @@ class HeldoutTau:
             config = self.config
             self._target = TargetModel.from_pretrained(config.target, dtype_of(config), self.device, config.revision)
         return self._target
-
-    def _release(self, keep: bool) -> None:
-        if not keep:
-            self._target = None
-        collect_memory()
 
 
 def trace_figures(kind: str, trace: Trace) -> dict[str, float]:
