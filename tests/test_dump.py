@@ -58,4 +58,4 @@ def test_an_error_reaches_the_caller():
     with pytest.raises(KeyboardInterrupt), Background() as background:
         background.submit(lambda: (time.sleep(0.1), done.append("handed over before"))[0])
         raise KeyboardInterrupt
-    assert done == ["handed over before"]
+    assert done == ["after", "handed over before"]

@@ -11,7 +11,6 @@ import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny_run
@@ -23,9 +22,8 @@ from programs import refused
 from data_prep import features
 from data_prep.common import disk
 from data_prep.common import target as loading
-from data_prep.dialogues import loss_mask
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
-from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
+from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.extraction.dump import FORWARD_COST, plan_batches
 from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore

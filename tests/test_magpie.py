@@ -27,13 +27,13 @@ from programs import refused
 
 from data_prep import magpie, regenerate
 from data_prep.answers import questions as work
+from data_prep.answers.finished import kept
 from data_prep.answers.journal import AnswerJournal, Turn, read_journals
 from data_prep.answers.questions import Asked
 from data_prep.common.ranks import Rank
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import ReadCounts, read_dialogues
-from data_prep.dialogues.sharegpt import same_question
+from data_prep.dialogues.reader import ReadCounts, read_dialogues, same_question
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 
