@@ -90,7 +90,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.lossless": [
         ([], "give --target and --drafter, or --config"),
         (["--target", TARGET, "--drafter", "ouroborus"], "did you mean 'ouroboros'"),
-        (["--target", TARGET, "--drafter", "./none"], "there is no none/config.json; give a method or the folder"),
+        (["--target", TARGET, "--drafter", "./none"], "./none is no folder of a trained drafter .FileNotFound"),
         (["--target", "./none", "--drafter", "lookahead"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "lookahead", "prompts.file=none.jsonl"], "no prompt file"),
     ],
