@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from drafters.config import Config, validate
-from drafters.loop.acceptance import Rule, Verdict, rule_for
+from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from drafters.loop.call import check_loaded
 from drafters.loop.hf_generate import TransformersMixin
 from drafters.loop.sampling import Sampling
@@ -84,7 +84,7 @@ class Drafter(TransformersMixin):
 
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""
-        return rule_for(sampling)
+        return verify_greedy if sampling.greedy else verify_sampled
 
     def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
         """Reset per-prompt state after the prefill (``output`` holds the prompt's rows) and the first sampled token.

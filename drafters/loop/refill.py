@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.loop.call import check_call, check_seed, eos_ids
+from drafters.loop.generate import prefill, start, step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.loop.step import prefill, start, step
 from drafters.loop.trace import Step
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.loop.processors import Control
+from drafters.loop.acceptance import Control
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
 from drafters.model.cache import KVCache
@@ -136,10 +136,10 @@ def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
     return tokens
 
 
-def padded(rows: list[list[int]], device: torch.device) -> Tensor:
+def padded(rows: list[list[int]], device: torch.device, fill: int = 0) -> Tensor:
     """``[B, T]`` token ids of rows of unequal length, filled on the right."""
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], device=device)
 
 
 def last_of(values: Tensor, counts: list[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """Cascade speculative decoding: another drafter accelerates the draft model (Chen et al. 2023b; Ouroboros, Table 13).
 
-The draft model decodes by steps of the same loop (``drafters/loop/step.py``), with any inner drafter that can go back.
+The draft model decodes by steps of the same loop, with any inner drafter that can go back.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from drafters.base import Drafter
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, until
-from drafters.loop.step import step
 from drafters.loop.tree import DraftTree
 from drafters.methods import inner_drafter
 from drafters.model.target import FeatureOutput, TargetModel

@@ -25,9 +25,9 @@ from drafters.common.files import replace_json
 from drafters.common.machine import hardware
 from drafters.common.paths import user_cache
 from drafters.common.wording import dtype_name
+from drafters.loop.generate import start, step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.loop.step import start, step
 from drafters.model import backend
 from drafters.model.target import TargetModel
 
