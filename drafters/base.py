@@ -91,6 +91,8 @@ class Drafter(TransformersMixin):
 
         A drafter's own prefill belongs here, where the clock counts it as prefill.
         """
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
 
     def join(self, state: "DecodeState", rows: list[int], part: "DecodeState", output: FeatureOutput) -> None:
         """Replace ``rows`` of a running batch by the prompts of ``part``, which were prefilled as for ``begin``.

@@ -1,6 +1,7 @@
 """LearnedDrafter: a drafter with trained weights."""
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,10 @@ class LearnedDrafter(PublishMixin, Drafter):
         card_title: the method on the model card, with a link to its paper.
         layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
         recipe: how train.start trains and measures it; None: it does not.
+        unread: by ``tree``, options that it does not read.
     """
+
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
         super().__init__(target, options)
@@ -51,6 +55,9 @@ class LearnedDrafter(PublishMixin, Drafter):
             raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
         checkpoint.check_target(config, target)
         drafter = cls.from_weights(target, state, config["drafter"] | options)
+        tree = getattr(drafter.settings, "tree", "")
+        if wrong := [name for name in cls.unread.get(tree, ()) if options.get(name) is not None]:
+            raise ValueError(f"{wrong[0]} is given, and tree={tree} does not read it; leave one of them out")
         drafter.provenance = config
         return drafter
 

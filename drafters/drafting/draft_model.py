@@ -52,20 +52,23 @@ class DraftModelDrafter(Drafter):
         self._cache = KVCache.nothing()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
         self._cache.release()  # frees the memory before the new cache takes its own
-        self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
-        prompts = [row[:-1] for row in state.tokens]
-        self.draft_model.run(padded(prompts, self.draft_model.device), self._cache)
-        self._cache.commit_first([len(prompt) for prompt in prompts])
+        self._cache = self._prefill(state)
         self.lm_head.read(state.tokens)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        whole, self._cache = self._cache, KVCache.nothing()
-        self.begin(part, output)
+        cache = self._prefill(part)
         for number, row in enumerate(rows):
-            whole.copy_row(row, self._cache, number)
-        self._cache.release()
-        self._cache = whole
+            self._cache.copy_row(row, cache, number)
+        cache.release()
+
+    def _prefill(self, state: DecodeState) -> KVCache:
+        cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
+        prompts = [row[:-1] for row in state.tokens]
+        self.draft_model.run(padded(prompts, self.draft_model.device), cache)
+        cache.commit_first([len(prompt) for prompt in prompts])
+        return cache
 
     def _read(self, tokens: list[int]) -> Tensor:
         """Run the draft model over ``tokens`` of a batch of one and commit them; features ``[1, H]`` after the last."""

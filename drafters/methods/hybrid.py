@@ -78,8 +78,7 @@ class HybridDrafter(Drafter):
         self._own: DraftTree  # the head's part of its latest draft
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
+        super().begin(state, output)
         self.head.begin(state, output)
         self.lookup.begin(state, output)
 

@@ -127,6 +127,7 @@ class MedusaDrafter(LearnedDrafter):
     max_batch = None
     follows = True
 
+    unread = {"auto": ("paths",), "chain": ("paths",)}
     policy: ShapePolicy | None = None
 
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
@@ -172,8 +173,7 @@ class MedusaDrafter(LearnedDrafter):
         return Typical(self.given.epsilon, self.given.delta)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
+        super().begin(state, output)
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
         self._read_text(state)
 
