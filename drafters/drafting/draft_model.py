@@ -1,14 +1,7 @@
-"""Base of drafters with a draft model: load it, check its tokenizer against the target's, and keep its cache.
+"""Base of drafters with a draft model: load it, check its tokenizer against the target's, and keep its cache."""
 
-Also the check of files of token ids (phrase pools, datastores) against a model's vocabulary.
-"""
-
-import hashlib
-import json
-from collections.abc import Mapping
 from copy import copy
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -158,39 +151,3 @@ def tokenizer_vocabulary(source: str, revision: str | None) -> dict[str, int] | 
         return vocabulary
     except ValueError:
         return None  # decoding needs only token ids, so a model may come without a tokenizer
-
-
-def vocabulary_facts(name: str, size: int, tokens: dict[str, int] | None) -> dict[str, str]:
-    """Metadata of a file of token ids: the model's name, its vocabulary size, and a hash of its tokenizer's vocabulary.
-
-    The hash is empty without a tokenizer.
-    """
-    digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else ""
-    return {"model": name, "vocab_size": str(size), "vocabulary": digest}
-
-
-def model_facts(model: TargetModel) -> dict[str, str]:
-    """``vocabulary_facts`` of a loaded model."""
-    return vocabulary_facts(model.name, model.vocab_size, vocabulary(model))
-
-
-def check_vocabulary(path: str | Path, facts: Mapping[str, str], model: TargetModel, what: str, fix: str) -> None:
-    """Raise ValueError if a file's ``vocabulary_facts`` do not fit ``model``.
-
-    Args:
-        what: what the file contains, for the message.
-        fix: what to do, for the message; it goes on with "of this target".
-    """
-    maker, own = facts.get("model"), model_facts(model)
-    theirs, ours = facts.get("vocabulary"), own["vocabulary"]
-    same_tokenizer = ours and ours == theirs  # models of one tokenizer may be padded to different sizes
-    if facts.get("vocab_size") != own["vocab_size"] and not same_tokenizer:
-        raise ValueError(
-            f"{path} holds {what} of {maker}, whose vocabulary has {facts.get('vocab_size')} tokens; that of "
-            f"{model.name} has {model.vocab_size}: {fix} of this target"
-        )
-    if theirs and ours and theirs != ours:  # each is empty without a tokenizer
-        raise ValueError(
-            f"{path} holds {what} of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of "
-            f"{model.name} ({ours[:12]}): {fix} of this target"
-        )
