@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 from drafters.config import Config, validate
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from drafters.loop.call import check_loaded
-from drafters.loop.hf_generate import TransformersMixin
+from drafters.loop.hf_generate import ForTransformers
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
 from drafters.model.target import FeatureOutput, TargetModel
@@ -36,7 +36,7 @@ class Expected(NamedTuple):
     choice: str
 
 
-class Drafter(TransformersMixin):
+class Drafter:
     """Proposes tokens for a target. One file per method; the loop knows only this class.
 
     Class attributes:
@@ -81,6 +81,20 @@ class Drafter(TransformersMixin):
         """
         check_loaded(target)
         return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
+
+    def for_transformers(self, streamer: Any = None, seed: int | None = None) -> ForTransformers:
+        """Return what decodes with this drafter: ``model.generate(**inputs, custom_generate=...)``.
+
+        ``model`` is the target's own model.
+
+        Args:
+            streamer: gets the tokens as they are committed; transformers does not pass on the one of ``generate``.
+            seed: of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
+
+        Raises:
+            ValueError: the method is lossy.
+        """
+        return ForTransformers(self, streamer, seed)
 
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafters.common.files import read_text
-from drafters.common.wording import shortened
+from drafters.common.wording import read_text, shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 

@@ -245,7 +245,7 @@ def test_every_unicode_encoding_is_read(tmp_path, encoding, form):
     assert not counts.dropped
 
 
-@pytest.mark.parametrize(("encoding", "name"), [("latin-1", "Latin-1"), ("cp1252", "Windows-1252")])
+@pytest.mark.parametrize(("encoding", "name"), [("latin-1", "ISO-8859-1"), ("cp1252", "WINDOWS-1252")])
 @pytest.mark.parametrize("as_list", [True, False])
 def test_another_encoding_is_named_with_what_converts_it(tmp_path, encoding, name, as_list):
     """Catches every dialogue with an accent in it dropped as broken JSON, and the others trained on."""

@@ -24,8 +24,7 @@ def test_objects_of_a_wrong_type_are_named(small: TargetModel) -> None:
         (lambda: generate(drafter, small, [[5]]), f"{wanted} PromptLookupDrafter"),  # type: ignore[arg-type]
         (lambda: generate(small, None, [[5]]), "drafter must be what make_drafter .* gives, found a NoneType"),  # type: ignore[arg-type]
         (lambda: generate(small, "eagle", [[5]]), "drafter must be what make_drafter"),  # type: ignore[arg-type]
-        (lambda: generate(small, drafter, [[5]], on_tokens=5), "on_tokens must be a function .* found 5"),  # type: ignore[arg-type]
-        (lambda: generate(small, drafter, [[5]], prompt_lengths=1), "prompt_lengths is a list"),  # type: ignore[arg-type]
+        (lambda: generate(small, drafter, [[5]], prompt_lengths=1), "prompt_lengths must be whole numbers"),  # type: ignore[arg-type]
         (lambda: generate(small, drafter, [[5]], eos_token_id=97), "eos_token_id is 97, but the vocabulary .* has 97"),
         (lambda: make_drafter("prompt_lookup", "tiny"), f"{wanted} str"),  # type: ignore[arg-type]
         (lambda: make_drafter("eagle", small.model, checkpoint="x/y"), f"{wanted} LlamaForCausalLM"),  # type: ignore[arg-type]

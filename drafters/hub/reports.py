@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from drafters.common.files import strict_json
+from drafters.common.wording import strict_json
 from drafters.config import Config, Length, Seed, Size, Vocabulary, validate
 
 REPORT, CERTIFICATE = "report.json", "lossless.json"

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafters.common.files import strict_json
 from drafters.common.paths import readable
-from drafters.common.wording import shortened
+from drafters.common.wording import shortened, strict_json
 from drafters.hub.declared import Layout
 
 CONFIG_FILE = "config.json"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.loop.acceptance import ByText, Control, Rule, Verdict, chosen_by, scores_after
-from drafters.loop.call import check_call, check_seed, check_types, eos_ids, padding_id, prompts_of, whole
+from drafters.loop.call import check_call, check_loaded, check_seed, eos_ids, padding_id, prompts_of, whole
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.trace import Step, Trace
@@ -75,7 +75,7 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
-    check_types(target, drafter, on_tokens)
+    check_loaded(target)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
     max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), check_seed(seed)
