@@ -142,7 +142,8 @@ class ForTransformers:
             raise ValueError(
                 f"the drafter was built for target {target.name!r} ({target.parameters:,} weights, "
                 f"{target.quantize or target.dtype}), and generate is {model.config.name_or_path!r}'s "
-                f"({count:,}, {model.dtype}), which are others; build the drafter on it: load_drafter(..., TargetModel(model))"
+                f"({count:,}, {model.dtype}), which are others; build the drafter on it: "
+                "load_drafter(..., TargetModel(model))"
             )
         self._same.add(model)
 
