@@ -7,7 +7,7 @@ version, a missing or unexpected weight, another shape, NaN or another target is
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +128,10 @@ def save_checkpoint(
     if isinstance(checked, AdapterConfig):
         raise ValueError(f"{folder} has the config of an adapter of {checked.base.name!r}; name the head itself")
     state = module.state_dict() if isinstance(module, nn.Module) else module
-    weights = {name: _portable(value, dtype) for name, value in state.items()}
+    weights = {}
+    for name, value in state.items():
+        kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
+        weights[name] = value.detach().to("cpu", kept).contiguous().clone()  # safetensors refuses shared storage
     check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -213,18 +216,14 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
         ValueError: weights are missing, unexpected, of another shape, integers or NaN; the message lists them.
     """
     own = module.state_dict()
-
-    def differing(look: Callable[[Tensor], object], shown: Callable[[Tensor], object]) -> list[str]:
-        names = [name for name in sorted(own.keys() & state.keys()) if look(state[name]) != look(own[name])]
-        return [f"{name}: {shown(state[name])} in {source}, {shown(own[name])} in the drafter" for name in names]
-
+    pairs = [(name, state[name], own[name]) for name in sorted(own.keys() & state.keys())]
+    kinds = [(name, a.dtype, b.dtype) for name, a, b in pairs if a.is_floating_point() != b.is_floating_point()]
+    sizes = [(name, list(a.shape), list(b.shape)) for name, a, b in pairs if a.shape != b.shape]
     found = {
         "missing weights": sorted(own.keys() - state.keys()),
         "unexpected weights": sorted(state.keys() - own.keys()),
-        "shapes differ": differing(lambda value: value.shape, lambda value: list(value.shape)),
-        "whole numbers in place of weights": differing(
-            lambda value: value.is_floating_point(), lambda value: dtype_name(value.dtype)
-        ),
+        "shapes differ": [f"{name}: {a} in {source}, {b} in the drafter" for name, a, b in sizes],
+        "whole numbers in place of weights": [f"{name}: {dtype_name(a)}, not {dtype_name(b)}" for name, a, b in kinds],
     }
     problems = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
     if problems:
@@ -322,14 +321,6 @@ def _no_weights(source: str, names: list[str], wanted: str = WEIGHTS_FILE) -> st
         "are not read; if you trust the file, convert it: "
         f"safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), {wanted!r})"
     )
-
-
-def _portable(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``value`` on the CPU, with storage of its own (safetensors refuses shared storage)."""
-    value = value.detach()
-    if dtype is not None and value.is_floating_point():
-        value = value.to(dtype)
-    return value.cpu().contiguous().clone()
 
 
 def check_finite(weights: Mapping[str, Tensor], source: str) -> None:

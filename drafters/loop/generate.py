@@ -83,8 +83,9 @@ def generate(
     # Set up the generator of random numbers, and a cache for prompt, new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
-    eos = eos_ids(target, eos_token_id)
-    state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
+    state = DecodeState.of(
+        target, prompts, capacity, max_new_tokens, sampling, generator, eos_ids(target, eos_token_id)
+    )
     state.control = control
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)
@@ -99,8 +100,7 @@ def generate(
         _notify(state, on_tokens, before)
     trace.read(clock)
     new = [row[begin:] for row, begin in zip(state.tokens, state.prompt_lengths, strict=True)]
-    fill = min(state.eos, default=0)
-    return GenerateResult(padded(new, torch.device("cpu"), fill), [len(row) for row in new], trace)
+    return GenerateResult(padded(new, torch.device("cpu"), min(state.eos, default=0)), list(map(len, new)), trace)
 
 
 def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | None, before: list[int]) -> None:
