@@ -56,7 +56,7 @@ def verdict(
         after[0, i, i], after[0, i, 30 + i] = known, 1 - known
     draft = DraftTree.chain(torch.arange(n)[None], valid=None if valid is None else torch.tensor([valid]))
     draft.extra.log_q = torch.tensor([q]).log()
-    found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling())
+    found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling(), None)
     assert found.rows[0] == list(range(len(found.tokens[0])))
     return found.tokens[0]
 

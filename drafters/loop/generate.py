@@ -78,14 +78,12 @@ def generate(
     check_loaded(target)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
-    max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), check_seed(seed)
+    max_new_tokens, eos = whole(max_new_tokens, "max_new_tokens"), eos_ids(target, eos_token_id)
     check_call(target, drafter, prompts, max_new_tokens)
     # Set up the generator of random numbers, and a cache for prompt, new tokens and one draft.
-    generator = torch.Generator(device=target.device).manual_seed(seed)
+    generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
-    state = DecodeState.of(
-        target, prompts, capacity, max_new_tokens, sampling, generator, eos_ids(target, eos_token_id)
-    )
+    state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
     state.control = control
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)

@@ -81,12 +81,7 @@ class Rollback:
         self.rollback = rollback
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on a chain; ``logits [B, N+1, V]`` of [root, nodes]."""
         assert draft.is_chain

@@ -276,12 +276,7 @@ class Typical:
         self.epsilon, self.delta = epsilon, delta
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on a tree; ``logits [B, N+1, V]`` of [root, nodes]."""
         every = torch.arange(len(logits), device=logits.device)

@@ -97,12 +97,7 @@ class JointLikelihood:
         self.warped = warped
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on a chain with ``log_q``; ``logits [B, N+1, V]`` of [root, nodes]."""
         batch, n = draft.tokens.shape
