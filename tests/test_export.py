@@ -324,10 +324,6 @@ QUERY = "layers.0.self_attn.q_proj.weight"
 FAULTS: dict[str, tuple[Plant, str]] = {
     "bias": (lambda config, weights: config.update(bias=True), "bias is True, and must be false"),
     "architecture": (lambda config, weights: config.update(architectures=["Llama"]), "architectures is Llama"),
-    "eps": (
-        lambda config, weights: config.update(rms_norm_eps=0.0),
-        "rms_norm_eps: Input should be greater than 0 .found 0.0",
-    ),
     "width": (lambda config, weights: config.update(hidden_size="48"), "hidden_size must be a whole number"),
     "shape": (
         lambda config, weights: weights.update({QUERY: weights[QUERY][:24].clone()}),
@@ -339,7 +335,6 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         lambda config, weights: weights.update({QUERY: weights[QUERY].double()}),
         "the tensors are float32, float64; all must be one of",
     ),
-    "base": (lambda config, weights: turn(config, rope_theta=-1), "rope_theta: .*greater than 0 .found -1"),
     "no factor": (
         lambda config, weights: turn(config, rope_type="yarn", original_max_position_embeddings=64),
         "RoPE of type yarn has no factor",

@@ -17,8 +17,7 @@ from drafters import TargetModel, load_drafter, load_frozen_ends
 from drafters.common.files import save_tensors
 from drafters.common.paths import names_only
 from drafters.drafting.draft_model import load_draft_model
-from drafters.drafting.phrase_pool import PhrasePool
-from drafters.drafting.pool_file import save_pool
+from drafters.drafting.phrase_pool import PhrasePool, save_pool
 from drafters.hub.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
 

@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.drafting import token_file
-from drafters.drafting.phrase_pool import PhrasePool
-from drafters.drafting.pool_file import load_pool, save_pool
+from drafters.drafting.phrase_pool import PhrasePool, load_pool, save_pool
 from drafters.methods.lookahead import LookaheadDrafter
 from drafters.methods.ouroboros import OuroborosDrafter
 

@@ -66,20 +66,16 @@ def with_copies(
     counts = torch.tensor([len(nodes) for nodes in chosen], device=device)[:, None]
     real = torch.arange(width, device=device) < counts  # [B, width]
     old = torch.ones_like(draft.tokens, dtype=torch.bool) if draft.valid is None else draft.valid
-    parents = torch.cat([draft.parents, parents_new], dim=1)
-    whole = replace(
+    return replace(
         draft,
         tokens=torch.cat([draft.tokens, tokens_new], dim=1),
-        parents=parents,
+        parents=torch.cat([draft.parents, parents_new], dim=1),
         q_row=None if draft.q_row is None else torch.cat([draft.q_row, torch.full_like(tokens_new, -1)], dim=1),
         valid=None if draft.valid is None and len(set(map(len, chosen))) == 1 else torch.cat([old, real], dim=1),
         see=None,
         draws=None if draft.draws is None else draft.draws + (0,) * (deepest - len(draft.draws)),
         is_chain=False,
     )
-    if draft.is_chain and device.type == "cpu":
-        whole.is_chain = torch.equal(parents, torch.arange(ROOT, whole.size - 1).expand_as(parents))
-    return whole
 
 
 def _depth(copy: Copy, node: int) -> int:

@@ -33,11 +33,7 @@ class BiLDOptions(SpeculativeOptions):
 
 
 class BiLDDrafter(SpeculativeDrafter):
-    """Drafts like speculative decoding, but stops before the first uncertain token, which the target then chooses.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
-    """
+    """Drafts like speculative decoding, but stops before the first uncertain token, which the target then chooses."""
 
     name = "bild"
     options: ClassVar[type[SpeculativeOptions]] = BiLDOptions

@@ -42,9 +42,6 @@ class MJSDDrafter(DraftModelDrafter):
     """Beam search with the draft model (section 2.1); the best beam is verified by joint likelihood.
 
     The last token of every step is the target's, its argmax or a draw.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "mjsd"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from drafters.drafting.phrase_pool import PhraseWindow
-from drafters.drafting.pool_file import first_pool, save_pool
+from drafters.drafting.phrase_pool import PhraseWindow, first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -131,11 +130,7 @@ class OuroborosDrafter(DraftModelDrafter):
             self._learn_corrections(accepted[len(self._drafted) :], choice, state)
 
     def save_pool(self, path: str | Path) -> None:
-        """Write the pool to a file for the option ``pool``.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the pool to a file for the option ``pool``; raises OSError if it cannot be written."""
         save_pool(path, self.pool, self.target)
 
     def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[Tensor]) -> list[int]:

@@ -28,11 +28,7 @@ class SpeculativeOptions(DraftModelOptions):
 
 
 class SpeculativeDrafter(DraftModelDrafter):
-    """Drafts a chain of ``gamma`` tokens, each drawn from the draft model's distribution q.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
-    """
+    """Drafts a chain of ``gamma`` tokens, each drawn from the draft model's distribution q."""
 
     name = "speculative"
     options: ClassVar[type[SpeculativeOptions]] = SpeculativeOptions
