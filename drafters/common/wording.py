@@ -23,7 +23,7 @@ def size_text(size: float) -> str:
 
 def shortened(value: Any, longest: int = LONGEST) -> str:
     """``repr(value)``, shortened in the middle of a long text or number and at the end of a long list."""
-    brief = _Repr()
+    brief = reprlib.Repr()
     brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 8, 8, 8, 6
     brief.maxstring = brief.maxlong = brief.maxother = longest
     return brief.repr(value)
@@ -45,14 +45,6 @@ def how_to_import(source: str) -> str:
         "A released EAGLE head or Kangaroo adapter is imported first: python -m drafters.convert "
         f"{source} --target MODEL --out FOLDER (of Kangaroo with --exit-layer N)"
     )
-
-
-class _Repr(reprlib.Repr):
-    def repr_int(self, number: int, level: int) -> str:
-        try:
-            return super().repr_int(number, level)
-        except ValueError:  # Python refuses to write out more than some thousand digits
-            return f"a number of about {number.bit_length() * 3 // 10:,} digits"
 
 
 def read_text(path: Path) -> str:
