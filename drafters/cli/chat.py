@@ -195,7 +195,8 @@ class Chat:
             prepare(self.drafter, 1, Sampling(self.temperature), self.drafter.max_context)
             for drafter in filter(None, (self.drafter, self.plain)):
                 # A cache for a whole answer, because graphs are captured for its size; stopped after four steps.
-                options: dict[str, Any] = {"on_tokens": lambda row, new, left=iter(range(4)): next(left)}
+                steps = iter(range(4))
+                options: dict[str, Any] = {"on_tokens": lambda row, new, steps=steps: next(steps)}
                 room = min(self.max_new_tokens, drafter.max_context - len(ids))
                 options |= {"max_new_tokens": room, "temperature": self.temperature, "eos_token_id": []}
                 with contextlib.suppress(StopIteration):
