@@ -20,6 +20,7 @@ from drafters.model import cache as kv_cache
 from drafters.model import linear
 from drafters.model.cache import KVCache, Storage
 from drafters.model.draft_head import DraftHead
+from drafters.model.fused import attend_by_products
 from drafters.model.graphs import GraphRunner
 from drafters.model.rows import CHAIN, Placed
 
@@ -163,3 +164,17 @@ def test_int8_is_not_drafted_with(gpu: SimulatedCuda, caplog: Any) -> None:
     whole = DraftHead(target, None, "int8")
     assert whole._product is None
     assert linear.draft_dtype("int8", torch.device("cpu")) == "int8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_products(gpu: SimulatedCuda, dtype: torch.dtype) -> None:
+    """Catches a forgotten scale or bias, and keys beyond the text that are seen."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, 3, n, 16, generator=generator).to(dtype) for n in (4, 10, 10))
+    bias = torch.zeros(2, 1, 4, 10, dtype=dtype)
+    bias[..., 7:] = float("-inf")
+    cuda = [x.to("cuda") for x in (queries, keys, values, bias)]
+    for given in (bias, None):
+        found = attend_by_products(*cuda[:3], None if given is None else cuda[3], 0.3).cpu()
+        expected = F.scaled_dot_product_attention(queries, keys, values, attn_mask=given, scale=0.3)
+        torch.testing.assert_close(found, expected, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)

@@ -36,7 +36,7 @@ from eval.figures.goodness_of_fit import detectable, uniformity
 PARENTS, GROUPS, SIBLINGS = (ROOT, ROOT, ROOT, 0, 0, 0, 3, 3, 3), (0, 0, 0, 1, 1, 1, 2, 2, 2), 3
 EOS = 1
 TOO_SURE = 4.0  # times the log of q: often rejected, so that the siblings of a likely token matter
-ACCEPT = "accept = turn & (uniform.gather(1, node) * q.gather(1, x) < p.gather(1, x))"
+ACCEPT = "accept = turn & (uniform.gather(2, node) * q.gather(2, x) < p.gather(2, x))"
 
 
 @lru_cache(maxsize=2)
@@ -138,14 +138,10 @@ RULES = {
     "q of siblings that were drawn before is not left out": ("q = without(q, x)", "q = q", 192),
     "residual not renormalised": ("p = torch.where(turn, residual(p, q), p)", "p = (p - q).clamp_min(1e-9)", 64),
     "residual of p itself": ("p = torch.where(turn, residual(p, q), p)", "p = p", 128),
-    "bonus after the row before": (
-        "last = draw(after(at, active), generator)",
-        "last = draw(after((at - 1).clamp_min(0), active), generator)",
-        128,
-    ),
+    "bonus after the row before": ("token.gather(1, at)[:, 0]", "token.gather(1, (at - 1).clamp_min(0))[:, 0]", 64),
     "accepts where it should reject": (ACCEPT, ACCEPT.replace(" < ", " > "), 64),
-    "accepts by p alone": (ACCEPT, ACCEPT.replace(" * q.gather(1, x)", ""), 64),
-    "p of the row before": ("p = after(at, active)", "p = after((at - 1).clamp_min(0), active)", 64),
+    "accepts by p alone": (ACCEPT, ACCEPT.replace(" * q.gather(2, x)", ""), 64),
+    "p of the row before": ("sampling.probabilities(logits)", "sampling.probabilities(logits.roll(1, 1))", 64),
 }
 
 
@@ -158,7 +154,7 @@ def test_a_wrong_rule_fails(fault: str, side_by_side: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "texts", "temperature"), [("q row", 128, 1.0), ("top-k", 64, 1.0), ("temperature", 64, 2.0)]
+    ("fault", "texts", "temperature"), [("q row", 192, 1.0), ("top-k", 64, 1.0), ("temperature", 64, 2.0)]
 )
 def test_a_wrong_draft_fails(fault: str, texts: int, temperature: float, side_by_side: None) -> None:
     """Catches a certificate that signs q of another depth, top-k children taken for samples, or a q of temperature 1

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from drafters.loop.state import DecodeState
 
 TINY = torch.finfo(torch.float32).tiny
-FEW_ROWS = 4  # batch rows up to which a CPU verifies faster row by row
+FEW_ROWS, SMALL_VOCAB = 4, 8192  # a CPU verifies at once beyond so few batch rows, up to this vocabulary
 Rule = Callable[[DraftTree, Tensor, Tensor, Sampling, torch.Generator | None], "Verdict"]
 Find = Callable[[list[int], list[int], list[int] | None, list[int]], tuple[int, int]]
-# (row of [root, nodes] per batch row [B], which batch rows are active [B]) -> p [B, V] after those rows.
-After = Callable[[Tensor, Tensor], Tensor]
+After = Callable[[int, int], Tensor]  # (batch row, its row of [root, nodes]) -> p [V] after that row
 
 
 @dataclass
@@ -77,63 +76,49 @@ def verify_sampled(
 ) -> Verdict:
     """Multi-round speculative sampling: committed tokens follow the target's distribution (EAGLE, Algorithm 1).
 
-    ``_next_token`` draws a token distributed as p after the last accepted row. If a child of that row has this token,
-    the child is accepted and the walk continues there; otherwise the token is the bonus.
+    After each accepted row a token is drawn that is distributed as p there. If a child of the row has this token, the
+    child is accepted and the walk continues there; otherwise the token is the bonus.
     """
-    uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
-    few = logits.device.type == "cpu" and len(logits) <= FEW_ROWS
-    walk = _walk_by_row if few else _walk_by_level
-    at, bonus = walk(draft, logits, sampling, uniform, generator)
+    uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)  # one per node, for its trial
+    by_row = len(logits) <= FEW_ROWS or logits.shape[-1] > SMALL_VOCAB
+    if by_row and logits.device.type == "cpu":
+        at, bonus = walk_by_row(
+            draft, lambda row, at: sampling.probabilities(logits[row, at]), [True] * len(logits), uniform, generator
+        )
+    else:
+        at, bonus = _walk_at_once(draft, sampling.probabilities(logits), uniform, generator)
     return collect(draft, see, at, bonus)
 
 
-def _walk_by_level(
-    draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
+def _walk_at_once(
+    draft: DraftTree, p: Tensor, uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Walk all batch rows in parallel; ``logits [B, N + 1, V]``."""
-    every = torch.arange(len(logits), device=logits.device)
+    """Return the deepest accepted row and the bonus, ``[B]`` each, without synchronising with the host.
 
-    def after(at: Tensor, active: Tensor) -> Tensor:
-        return sampling.probabilities(logits[every, at])
-
-    return walk_by_level(draft, after, every >= 0, uniform, generator)
-
-
-def walk_by_level(
-    draft: DraftTree, after: After, active: Tensor, uniform: Tensor, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """Return the deepest accepted row and the bonus, ``[B]`` each, for all batch rows in parallel.
-
-    On a GPU it never synchronises with the host.
+    The token after every row is drawn at the same time, also after rows that turn out not to be accepted: on a GPU the
+    number of operations counts, not their size.
 
     Args:
-        after: the target's distribution; called only for rows on the accepted path, from the root down.
-        active: ``[B]`` the batch rows to walk. Results for the others are undefined.
-        uniform: ``[B, N]`` one random number per node, for its trial.
+        p: ``[B, N + 1, V]`` the target's distributions after [root, nodes].
     """
-    at = bonus = torch.zeros_like(active, dtype=torch.long)
-    # Walk down level by level. A batch row stays active while a child of its row has the drawn token.
-    for draws in draft.levels:
-        p = after(at, active)  # [B, V]
-        children = draft.parents == at[:, None] - 1
-        if draft.valid is not None:
-            children = children & draft.valid
-        token = _next_token(draft, children, p, draws, uniform, generator)
-        found, node = (children & (draft.tokens == token[:, None])).max(1)
-        bonus = torch.where(active, token, bonus)
-        active = active & found
-        at = torch.where(active, node + 1, at)
-        if _known_none(active):
-            return at, bonus
-    # Batch rows that are still active were accepted down to a leaf: draw the bonus from p.
-    last = draw(after(at, active), generator)
-    return at, torch.where(active, last, bonus)
+    at = torch.zeros(len(p), 1, dtype=torch.long, device=p.device)
+    rows = torch.arange(p.shape[1], device=p.device)
+    children = draft.parents[:, None] == rows[:, None] - 1  # [B, N + 1, N]
+    if draft.valid is not None:
+        children = children & draft.valid[:, None]
+    token = _next_tokens(draft, children, p, uniform, generator)  # [B, N + 1]
+    if draft.size:
+        found, node = (children & (draft.tokens[:, None] == token[..., None])).max(2)
+        following = torch.where(found, node + 1, rows)  # the accepted child of each row, or the row itself
+        for _ in draft.levels:
+            at = following.gather(1, at)
+    return at[:, 0], token.gather(1, at)[:, 0]
 
 
-def _next_token(
-    draft: DraftTree, children: Tensor, p: Tensor, draws: int, uniform: Tensor, generator: torch.Generator | None
+def _next_tokens(
+    draft: DraftTree, children: Tensor, p: Tensor, uniform: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Return a token ``[B]`` distributed as ``p [B, V]`` that equals a child's token as often as possible.
+    """Return tokens ``[B, R]`` distributed as ``p [B, R, V]`` that equal a child's token as often as possible.
 
     Sampled children are tried in order. x, the j-th draw without replacement from q, passes with probability
     min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised; otherwise p becomes
@@ -142,46 +127,47 @@ def _next_token(
     Algorithm 1 of Leviathan et al. (2023).
 
     Args:
-        children: ``[B, N]`` the nodes that may come next.
-        draws: most sampled children of any batch row.
+        children: ``[B, R, N]`` the nodes that may follow each row.
     """
-    if not draws:
+    most = max(draft.levels, default=0)  # sampled children of any row
+    if not most:
         return draw(p, generator)
     assert draft.q is not None and draft.q_row is not None
-    # Try the sampled children in turn, all batch rows in parallel; p becomes the residual after each failed trial.
-    untried = children & (draft.q_row >= 0)
-    passed = torch.zeros_like(untried[:, :1])
-    token, q = draft.tokens[:, :1], p  # replaced by the first trial
-    for trial in range(draws):
-        turn, node = untried.max(1, keepdim=True)  # [B, 1] the first untried child, if one exists
+    tokens, q_rows, uniform = (x[:, None].expand_as(children) for x in (draft.tokens, draft.q_row, uniform))
+    # The first untried child of every row is tried, most times; p becomes the residual after each failed trial.
+    untried = children & (q_rows >= 0)
+    passed, token, q = torch.zeros_like(untried[..., :1]), tokens[..., :1], p
+    for trial in range(most):
+        turn, node = untried.max(2, keepdim=True)  # [B, R, 1]
         if trial == 0:
-            row = draft.q_row.gather(1, node).clamp_min(0)
-            q = draft.q.gather(1, row[..., None].expand(-1, -1, p.shape[1]))[:, 0]  # [B, V]
-        x = draft.tokens.gather(1, node)
-        accept = turn & (uniform.gather(1, node) * q.gather(1, x) < p.gather(1, x))
+            q = draft.q.gather(1, q_rows.gather(2, node).clamp_min(0).expand_as(p))
+        x = tokens.gather(2, node)
+        accept = turn & (uniform.gather(2, node) * q.gather(2, x) < p.gather(2, x))
         token, passed = torch.where(accept, x, token), passed | accept
-        if _known_none(~passed):
-            return token[:, 0]
         p = torch.where(turn, residual(p, q), p)
-        untried = (untried & ~accept).scatter_(1, node, False)
-        if trial + 1 == draws or _known_none(untried):
-            break
-        q = without(q, x)
-    return torch.where(passed[:, 0], token[:, 0], draw(p, generator))
+        untried = (untried & ~accept).scatter_(2, node, False)
+        if trial + 1 < most:
+            q = without(q, x)
+    return torch.where(passed, token, draw(p, generator)[..., None])[..., 0]
 
 
-def _walk_by_row(
-    draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
+def walk_by_row(
+    draft: DraftTree, after: After, active: list[bool], uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``_walk_by_level``, one batch row after the other. Faster for few rows on a CPU, where reading is free."""
-    every_parents, batch = draft.parents.tolist(), len(logits)
+    """As ``_walk_at_once``, only the accepted rows of each batch row, one after the other; it reads values on the host.
+
+    Args:
+        after: p ``[V]`` after a row of [root, nodes] of a batch row; called for accepted rows, from the root down.
+        active: the batch rows to walk. Results for the others are 0.
+    """
+    every_parents, batch = draft.parents.tolist(), len(active)
     q_rows = draft.q_row.tolist() if draft.q_row is not None else [[-1] * draft.size] * batch
     valid = draft.valid.tolist() if draft.valid is not None else [[True] * draft.size] * batch
     ends: list[list[int]] = []
     for b, (tokens, numbers) in enumerate(zip(draft.tokens.tolist(), uniform.tolist(), strict=True)):
-        at, bonus, accepted = 0, 0, True
+        at, bonus, accepted = 0, 0, active[b]
         while accepted:
-            p = sampling.probabilities(logits[b, at])
+            p = after(b, at)
             children = [node for node, parent in enumerate(every_parents[b]) if parent + 1 == at and valid[b][node]]
             drawn = [node for node in children if q_rows[b][node] >= 0]
             token = None
@@ -192,7 +178,7 @@ def _walk_by_row(
             accepted = bool(holding)
             at = holding[0] + 1 if accepted else at
         ends.append([at, bonus])
-    deepest, extra = torch.tensor(ends, device=logits.device).unbind(1)
+    deepest, extra = torch.tensor(ends, device=uniform.device).unbind(1)
     return deepest, extra
 
 
@@ -215,11 +201,6 @@ def _try_in_turn(p: Tensor, q: Tensor, tokens: list[int], drawn: list[int], numb
             q[x] = 0.0
             q_sum = float(q.sum())
     return None
-
-
-def _known_none(rows: Tensor) -> bool:
-    """True if all elements are known to be False. Checked only on a CPU, because on a GPU it would synchronise."""
-    return rows.device.type == "cpu" and not rows.any()
 
 
 def collect(draft: DraftTree, see: Tensor, best: Tensor, bonus: Tensor) -> Verdict:
@@ -304,14 +285,10 @@ class ByText:
     ) -> Verdict:
         state, chosen, tokens = self.state, chosen_by(sampling), draft.tokens.tolist()
 
-        def after(at: Tensor, active: Tensor) -> Tensor:
-            p = torch.zeros(len(logits), logits.shape[-1], device=logits.device)  # [B, V]
-            for row, (end, needed) in enumerate(zip(at.tolist(), active.tolist(), strict=True)):
-                if needed:
-                    drafted = list(compress(tokens[row], see[row, end, 1:].tolist()))  # the path to row ``end``
-                    p[row] = chosen.probabilities(scores_after(state, row, drafted, logits[row, end]))
-            return p
+        def after(row: int, at: int) -> Tensor:
+            drafted = list(compress(tokens[row], see[row, at, 1:].tolist()))  # the path to row ``at``
+            return chosen.probabilities(scores_after(state, row, drafted, logits[row, at]))
 
         uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
-        unfinished = ~torch.tensor(state.finished, device=logits.device)
-        return collect(draft, see, *walk_by_level(draft, after, unfinished, uniform, generator))
+        unfinished = [not finished for finished in state.finished]
+        return collect(draft, see, *walk_by_row(draft, after, unfinished, uniform, generator))

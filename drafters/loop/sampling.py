@@ -136,6 +136,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:
-    """Return ``q [B, V]`` without ``token [B, 1]``, renormalised."""
-    rest = q.scatter(1, token, 0.0)
-    return rest / rest.sum(1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+    """Return ``q [..., V]`` without ``token [..., 1]``, renormalised."""
+    rest = q.scatter(-1, token, 0.0)
+    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)

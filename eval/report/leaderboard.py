@@ -53,7 +53,7 @@ def run(results: Path, out: Path, console: Console) -> Found:
 
 
 def collect(results: Path, out: Path) -> Found:
-    """Return one table per target and prompt set, and the certificates; links are relative to ``out``."""
+    """Return one table per target, prompt set and kind of GPU, and the certificates; links are relative to ``out``."""
     names = _names(results)
     chosen: dict[tuple[str, str], Found] = {}
     for file in sorted(results.rglob(REPORT)):
@@ -97,11 +97,12 @@ def _table(report: Found, link: str, names: dict[str, str]) -> Found:
     rows = [row for row in report["rows"] if (row["temperature"], row.get("batch", 1)) == (temperature, batch)]
     rows.sort(key=lambda row: -(row["speedup"] or 0.0))
     quantize = facts.get("quantize")
+    suite = ", ".join(prompts.get("suites", {})) or "/".join(Path(prompts["file"]).parts[-2:])
     return {
         "target": _target(facts, names),
         "parameters": facts["target"]["parameters"],
         "dtype": facts["dtype"] + (f", layers in {quantize}" if quantize else ""),
-        "suite": ", ".join(prompts.get("suites", {})) or "/".join(Path(prompts["file"]).parts[-2:]),
+        "suite": f"{suite} on {facts['gpu']}" if facts["gpu"] else suite,
         "prompts": prompts["prompts"],
         "answers": length_of_answers(facts["limits"]),
         "temperature": temperature,

@@ -111,7 +111,12 @@ def pin_memory(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any])
     """A copy in pinned memory, or what is there already."""
     if isinstance(args[0], CudaTensor):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    return args[0] if gpu.is_pinned(args[0]) else gpu.pin(args[0].clone())
+    given = args[0]
+    if any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride(), strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to one location"
+        )
+    return given if gpu.is_pinned(given) else gpu.pin(given.clone())
 
 
 @_answers(torch.Tensor.is_pinned)
@@ -180,3 +185,10 @@ def set_item(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -
 def get_device(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """The device's number."""
     return 0 if isinstance(args[0], CudaTensor) else -1
+
+
+@_answers(torch.bmm)
+def bmm(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With ``out_dtype``, which no CPU has."""
+    wide = kwargs.pop("out_dtype", None)
+    return torch.ops.aten.bmm(*args) if wide is None else torch.ops.aten.bmm(*(x.to(wide) for x in args))

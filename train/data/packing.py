@@ -101,8 +101,8 @@ class Batch:
         return lengths
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory."""
-        return self._each(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
+        """A copy in page-locked memory (torch pins no expanded tensor)."""
+        return self._each(lambda tensor: tensor.contiguous().pin_memory() if tensor.numel() else tensor)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """A copy on ``device``, its floating point tensors in ``dtype``."""
