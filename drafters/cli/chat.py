@@ -20,9 +20,8 @@ from drafters.base import Drafter
 from drafters.common.threads import fit_threads
 from drafters.common.wording import dtype_name
 from drafters.loading import load_drafter
-from drafters.loop.generate import generate
+from drafters.loop.generate import Trace, generate
 from drafters.loop.sampling import Sampling
-from drafters.loop.trace import Trace
 from drafters.methods import make_drafter
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel

@@ -60,26 +60,24 @@ def with_copies(
         tokens = [copy.tokens[node] for node in nodes]
         above = [number[copy.parents[node]] for node in nodes]
         new.append([tokens + [0] * padding, above + [ROOT] * padding])
-        deepest = max([deepest, *(_depth(copy, node) for node in nodes)])
+        depths: list[int] = []
+        for parent in copy.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        deepest = max([deepest, *(depths[node] for node in nodes)])
     tokens_new, parents_new = torch.tensor(new, device=device).unbind(1)  # [B, width] each
     # Append them to every field of the draft.
     counts = torch.tensor([len(nodes) for nodes in chosen], device=device)[:, None]
     real = torch.arange(width, device=device) < counts  # [B, width]
     old = torch.ones_like(draft.tokens, dtype=torch.bool) if draft.valid is None else draft.valid
+    parents = torch.cat([draft.parents, parents_new], dim=1)
+    chain = torch.arange(ROOT, parents.shape[1] - 1, device=device).expand_as(parents)
     return replace(
         draft,
         tokens=torch.cat([draft.tokens, tokens_new], dim=1),
-        parents=torch.cat([draft.parents, parents_new], dim=1),
+        parents=parents,
         q_row=None if draft.q_row is None else torch.cat([draft.q_row, torch.full_like(tokens_new, -1)], dim=1),
         valid=None if draft.valid is None and len(set(map(len, chosen))) == 1 else torch.cat([old, real], dim=1),
         see=None,
         draws=None if draft.draws is None else draft.draws + (0,) * (deepest - len(draft.draws)),
-        is_chain=False,
+        is_chain=draft.is_chain and device.type == "cpu" and torch.equal(parents, chain),
     )
-
-
-def _depth(copy: Copy, node: int) -> int:
-    depth = 0
-    while node != ROOT:
-        depth, node = depth + 1, copy.parents[node]
-    return depth

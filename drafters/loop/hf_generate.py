@@ -14,10 +14,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, generation
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
-from drafters.loop.generate import GenerateResult, generate
+from drafters.loop.generate import GenerateResult, Trace, generate
 from drafters.loop.sampling import COLDEST, Sampling
 from drafters.loop.state import padded
-from drafters.loop.trace import Trace
 
 if TYPE_CHECKING:
     from drafters.base import Drafter

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.loop.call import check_call, check_seed, eos_ids
-from drafters.loop.generate import prefill, start, step
+from drafters.loop.generate import Step, prefill, start, step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.loop.trace import Step
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -146,7 +145,11 @@ class Refilled:
         rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)
-            self.state.take_row(row, part, number)
+            self.state.replace(row, part.tokens[number])
+            self.state.prompt_lengths[row], self.state.finished[row] = (
+                part.prompt_lengths[number],
+                part.finished[number],
+            )
             self.at[row] = Continued(prompts[number][0])
         self.drafter.join(self.state, rows, part, output)
 

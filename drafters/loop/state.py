@@ -117,15 +117,9 @@ class DecodeState:
         if any(self.finished):
             cache.crop([0 if done else rows for rows, done in zip(cache.lengths, self.finished, strict=True)])
 
-    def take_row(self, row: int, other: "DecodeState", number: int) -> None:
-        """Replace ``row`` by row ``number`` of another state. The caller copies the cache row."""
-        self.tokens[row], self.prompt_lengths[row] = other.tokens[number], other.prompt_lengths[number]
-        self.finished[row], self._roots = other.finished[number], None
-
     def replace(self, row: int, tokens: list[int]) -> None:
         """Replace the tokens of a row. The caller adjusts the cache."""
-        self.tokens[row] = list(tokens)
-        self._roots = None
+        self.tokens[row], self._roots = tokens, None
 
 
 def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:

@@ -110,7 +110,7 @@ class CascadeDrafter(DraftModelDrafter):
         if pending:
             self.draft_model.run(torch.tensor([pending], device=self.draft_model.device), cache)
             cache.commit_first([len(pending)])
-        inner.replace(0, tokens)
+        inner.replace(0, list(tokens))
         self.inner.rewind(inner, kept)
         self._shared = len(tokens)
 
