@@ -99,7 +99,7 @@ def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> 
     """Catches an adapter behind another layer than it was trained for, and one that is not what was published."""
     weights = written(exported("kangaroo", target, tmp_path))[1]
     source = release(tmp_path / "released", released_config(target), weights, pickled=True)
-    with pytest.raises(ValueError, match="its files do not say behind which layer .* give --exit-layer N"):
+    with pytest.raises(ValueError, match="does not say its exit layer: give --exit-layer N"):
         convert(source, target.name, tmp_path / "ours")
     with pytest.raises(ValueError, match="--exit-layer must be between 1 and 3, the layers of .* less one, found 4"):
         convert(source, target.name, tmp_path / "ours", exit_layer=4)

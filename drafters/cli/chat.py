@@ -148,10 +148,7 @@ class Chat:
             asked, dropped = asked[2:], dropped + 1
             ids = self.prompt(asked)
         if len(ids) > limit:
-            raise ValueError(
-                f"{len(ids):,} tokens, and beside --max-new-tokens {self.max_new_tokens:,} the context has room for "
-                f"{limit:,}: ask for less"
-            )
+            raise ValueError(f"{len(ids):,} tokens, and beside the answer there is room for {limit:,}: ask for less")
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.say(f"[the context is full: the oldest {turns} forgotten]")

@@ -65,10 +65,7 @@ def load_tokens(path: Path, content: str, names: tuple[str, ...], model: TargetM
     maker, own = metadata.get("model"), model_facts(model)
     theirs, ours = metadata.get("vocabulary"), own["vocabulary"]  # each is empty without a tokenizer
     if theirs and ours and theirs != ours:
-        raise ValueError(
-            f"{path} is of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of {model.name} "
-            f"({ours[:12]}): use a {content} of this target"
-        )
+        raise ValueError(f"{path} is of {maker}, whose tokenizer is not {model.name}'s: use a {content} of this target")
     # Models of one tokenizer may be padded to different sizes.
     if metadata.get("vocab_size") != own["vocab_size"] and not (ours and ours == theirs):
         raise ValueError(

@@ -200,10 +200,7 @@ def parse_config(data: Any, source: str) -> CheckpointConfig:
         )
     version = data.get("format_version")
     if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{source} has format_version {version!r}, this version reads {FORMAT_VERSION}; "
-            "update the toolkit, or train the drafter again"
-        )
+        raise ValueError(f"{source} has format_version {version!r}, and this toolkit reads {FORMAT_VERSION}")
     return validate(AdapterConfig if "base" in data else CheckpointConfig, data, source=source)
 
 
@@ -287,15 +284,9 @@ def snapshot(repo_id: str, files: list[str], revision: str | None = None, token:
     except RevisionNotFoundError:
         raise ValueError(f"the Hub repository {repo_id!r} has no revision {revision!r}") from None
     except RepositoryNotFoundError:
-        raise ValueError(
-            f"{looked}, and no Hub repository of that name that you may read "
-            "(if it is private, log in with `hf auth login`)"
-        ) from None
+        raise ValueError(f"{looked}, and no such Hub repository; for a private one: `hf auth login`") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise ValueError(
-            f"{looked}, and the Hub cannot be reached to look for a repository of that name "
-            "(check the connection and HF_HUB_OFFLINE)"
-        ) from None
+        raise ValueError(f"{looked}, and the Hub cannot be reached (check the connection and HF_HUB_OFFLINE)") from None
     except (HFValidationError, HfHubHTTPError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{looked}, and the Hub answers: {reason}") from None
@@ -327,7 +318,4 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raise ValueError if a weight holds NaN or infinity."""
     bad = sorted(name for name, value in weights.items() if not torch.isfinite(value).all())
     if bad:
-        raise ValueError(
-            f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
-            "check the gradient norm) or the file is damaged"
-        )
+        raise ValueError(f"{source}: NaN or infinite values in {', '.join(bad)}: lower the learning rate")

@@ -53,10 +53,7 @@ def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
     path = next((folder / name for name in (WEIGHTS_FILE, PICKLED_FILE) if (folder / name).is_file()), None)
     if path is None:
         if index := next((name for name in INDEXES if (folder / name).is_file()), None):
-            raise ValueError(
-                f"{source} has its weights in parts ({index}), and a head is one layer; put them into one "
-                f"{WEIGHTS_FILE}, or check that this is a head and not a whole model"
-            )
+            raise ValueError(f"{source} has its weights in parts ({index}); put them into one {WEIGHTS_FILE}")
         names = sorted(entry.name for entry in folder.iterdir())
         raise ValueError(
             f"{source} holds no {WEIGHTS_FILE} and no {PICKLED_FILE}; found: {', '.join(names) or 'nothing'}"
@@ -70,10 +67,8 @@ def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
         found = torch.load(readable(path), map_location="cpu", weights_only=True)
     except Exception as error:  # a stranger's file can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{source}: {path.name} holds more than tensors, or is cut off ({shortened(reason)}). Other objects could "
-            "run code when they are loaded; ask its author for safetensors"
-        ) from None
+        what = f"{path.name} holds more than tensors, or is cut off ({shortened(reason)})"
+        raise ValueError(f"{source}: {what}; ask its author for safetensors") from None
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
     ):

@@ -121,21 +121,12 @@ def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]]
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if drafter.target is not target:
-        raise ValueError(
-            f"the drafter was built for target {drafter.target.name!r}, but generate was called with {target.name!r}: "
-            "build the drafter with the same target object"
-        )
+        raise ValueError(f"the drafter was built for target {drafter.target.name!r}: build one with this target object")
     if drafter.max_batch is not None and len(prompts) > drafter.max_batch:
-        raise ValueError(
-            f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s) at once, found {len(prompts)}: "
-            "call generate once per prompt"
-        )
+        raise ValueError(f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s), found {len(prompts)}")
     low, high = min(map(min, prompts)), max(map(max, prompts))
     if low < 0 or high >= target.vocab_size:
-        raise ValueError(
-            f"token ids are between {low} and {high}, but the vocabulary of {target.name} has {target.vocab_size} "
-            "tokens: use the target's own tokenizer"
-        )
+        raise ValueError(f"token ids are between {low} and {high}, and {target.name} has {target.vocab_size} tokens")
     longest = max(len(prompt) for prompt in prompts)
     limit = drafter.max_context
     if longest + max_new_tokens > limit:

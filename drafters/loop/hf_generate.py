@@ -58,10 +58,7 @@ class ForTransformers:
 
     def __init__(self, drafter: "Drafter", streamer: Any = None, seed: int | None = None) -> None:
         if not drafter.lossless:
-            raise ValueError(
-                f"drafter {drafter.name!r} is lossy, and generate must return the model's own output: take a "
-                "lossless one, or decode with drafters.generate"
-            )
+            raise ValueError(f"drafter {drafter.name!r} is lossy: take another, or decode with drafters.generate")
         self.drafter, self.streamer, self.seed = drafter, streamer, seed
         self.traces: list[Trace] = []
         self._same: WeakSet[PreTrainedModel] = WeakSet()
@@ -85,10 +82,7 @@ class ForTransformers:
         prompts = prompts_of(input_ids, model_kwargs)
         control = FromTransformers(input_ids, logits_processor, stopping_criteria)
         if control.criteria and len(prompts) > 1 and not control.eos:
-            raise ValueError(
-                "without an EOS a batch has no padding for rows that a stopping criterion ends: give eos_token_id, or "
-                "one prompt at a time"
-            )
+            raise ValueError("rows that a criterion ends are padded with EOS: give eos_token_id, or one prompt")
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         new = self._decode(prompts, control, bool(generation_config.do_sample))
@@ -168,18 +162,12 @@ class FromTransformers:
             if isinstance(each, generation.UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 raise ValueError("custom_generate with a drafter: guidance runs the model once more a token; drop it")
             if isinstance(each, generation.SynthIDTextWatermarkLogitsProcessor) and len(input_ids) > 1:
-                raise ValueError(
-                    f"{type(each).__name__} keeps a state of its own from token to token of a whole batch, found "
-                    f"{len(input_ids)} prompts: give one prompt at a time"
-                )
+                raise ValueError(f"{type(each).__name__} keeps a state for the whole batch: give one prompt at a time")
         self.processors = list(processors)
         self.by_row = [[for_row(each, row) for each in processors] for row in range(len(input_ids))]
         self.sampling, self.alters = sampling_of(self.processors)
         if self.alters and self.sampling.temperature < COLDEST:  # transformers' warper divides by it, and may overflow
-            raise ValueError(
-                f"temperature is {self.sampling.temperature:g}, and beside other logits processors it must be at least "
-                f"{COLDEST:g}; give do_sample=False for the most likely tokens"
-            )
+            raise ValueError(f"temperature must be at least {COLDEST:g}; give do_sample=False instead")
         known = (generation.EosTokenCriteria, generation.MaxLengthCriteria)
         self.criteria = [each for each in criteria if type(each) not in known]
         ends = [each.eos_token_id.tolist() for each in criteria if isinstance(each, generation.EosTokenCriteria)]

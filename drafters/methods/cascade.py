@@ -132,12 +132,6 @@ class CascadeDrafter(DraftModelDrafter):
 
 def _check(inner: Drafter) -> None:
     if not inner.lossless:
-        raise ValueError(
-            f"the inner drafter {inner.name!r} is lossy, so the target could not verify its drafts losslessly; use a "
-            "lossless one"
-        )
+        raise ValueError(f"the inner drafter {inner.name!r} is lossy; use a lossless one")
     if not inner.rewinds:
-        raise ValueError(
-            f"the inner drafter {inner.name!r} cannot take back rejected tokens; use one that can, for example "
-            "speculative or prompt_lookup"
-        )
+        raise ValueError(f"the inner drafter {inner.name!r} cannot take back tokens; use for example speculative")

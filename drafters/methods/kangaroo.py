@@ -131,10 +131,8 @@ class KangarooDrafter(LearnedDrafter):
         super().__init__(target, module, options)
         self.given, self.exit_layer, self.max_draft_tokens = options, options.exit_layer, options.max_draft_tokens
         if self.exit_layer >= target.num_layers:
-            raise ValueError(
-                f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
-                f"found {self.exit_layer}"
-            )
+            most = target.num_layers - 1
+            raise ValueError(f"exit_layer must be between 1 and {most} for {target.name}, found {self.exit_layer}")
         chain = [[0] * level for level in range(1, self.max_draft_tokens + 1)]
         self.plan = TreePlan(options.paths or chain, target.device)
         self._rows = list(_rows_by_level(self.plan, target.device))
