@@ -78,10 +78,20 @@ def not_unicode(data: bytes, encoding: str, error: UnicodeDecodeError, path: Pat
     )
 
 
-def strict_json(text: str) -> Any:
-    """Return the content of ``text``, which is JSON; raises ValueError also for NaN and Infinity."""
+def json_object(path: Path, source: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it holds something else, or NaN or Infinity; the message begins with ``source``.
+    """
 
     def refuse(name: str) -> None:
         raise ValueError(f"it holds {name}, which is no number of JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # of JSON and UTF-8
+        raise ValueError(f"{source} is not valid JSON ({error}); it may be half-written") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{source} must hold an object of keys and values, found {shortened(found)}")
+    return found

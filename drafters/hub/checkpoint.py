@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from drafters.common.files import replacing, save_tensors, sync
 from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable
-from drafters.common.wording import dtype_name, how_to_import, shortened, with_article
+from drafters.common.wording import dtype_name, how_to_import, json_object, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
 from drafters.hub.client import look_up
 from drafters.hub.model_card import CARD_FILE
@@ -181,17 +181,12 @@ def read_config(folder: Path, source: str | None = None) -> CheckpointConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{source} holds no {CONFIG_FILE}; a drafter is a folder of {CONFIG_FILE} and {WEIGHTS_FILE}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
-        raise ValueError(f"{source}: {CONFIG_FILE} is not valid JSON ({error}); it may be half-written") from None
-    return parse_config(data, source=f"{source}: {CONFIG_FILE}")
+    source = f"{source}: {CONFIG_FILE}"
+    return parse_config(json_object(path, source), source)
 
 
-def parse_config(data: Any, source: str) -> CheckpointConfig:
+def parse_config(data: dict[str, Any], source: str) -> CheckpointConfig:
     """Check the content of a ``config.json``; errors begin with ``source``."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{source} must hold an object of keys and values, found {type(data).__name__}")
     if "drafter_type" not in data:
         kind = data.get("architectures") or data.get("model_type") or sorted(data)
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from drafters.common.wording import strict_json
+from drafters.common.wording import json_object
 from drafters.config import Config, validate
 
 REPORT, CERTIFICATE = "report.json", "lossless.json"
@@ -79,11 +79,6 @@ def read(given: str | Path | Mapping[str, Any], schema: type[Part] = Report) -> 
     if not file.is_file():
         raise ValueError(f"there is no {file}; {program} writes it")
     source = f"{file} is not what {program} writes"
-    try:
-        found = strict_json(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: it is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{source}: it must hold an object, found a {type(found).__name__}")
+    found = json_object(file, f"{source}: it")
     validate(schema, found, source, MOST_PROBLEMS)
     return found

@@ -71,34 +71,32 @@ def generate_many(
             yield from rows.ended()
 
 
+@dataclass
 class Refilled:
     """A batch whose free rows take new prompts.
 
     Attributes:
-        enough: free rows that start a prefill. A prefill reads all weights once, as a step does, and a free row wastes
-            its share of every step.
+        batch, longest, max_new_tokens, seed: as in ``generate_many``.
         at: the prompt that each row decodes; None for a free row.
     """
 
-    def __init__(
-        self,
-        target: "TargetModel",
-        drafter: "Drafter",
-        batch: int,
-        longest: int,
-        max_new_tokens: int,
-        sampling: Sampling,
-        eos: frozenset[int],
-        seed: int,
-    ) -> None:
-        self.target, self.drafter, self.batch, self.longest = target, drafter, batch, longest
-        self.max_new_tokens, self.sampling, self.eos = max_new_tokens, sampling, eos
-        self.enough = max(1, batch // 8)
-        self.capacity = longest + max_new_tokens + drafter.max_draft + 1
-        self.generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
-        self.rule = drafter.rule(sampling)
-        self.state: DecodeState | None = None
-        self.at: list[Continued | None] = []
+    target: "TargetModel"
+    drafter: "Drafter"
+    batch: int
+    longest: int
+    max_new_tokens: int
+    sampling: Sampling
+    eos: frozenset[int]
+    seed: int
+    state: DecodeState | None = None
+    at: list[Continued | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Free rows that start a prefill. A prefill reads all weights once, as a step does, and a free row wastes its
+        # share of every step.
+        self.enough = max(1, self.batch // 8)
+        self.generator = torch.Generator(device=self.target.device).manual_seed(check_seed(self.seed))
+        self.rule = self.drafter.rule(self.sampling)
 
     def at_work(self) -> bool:
         """True if any row has a prompt."""
@@ -131,7 +129,8 @@ class Refilled:
         if (length := max(len(prompt) for _, prompt in prompts)) > self.longest:
             raise ValueError(f"longest is {self.longest}, found a prompt of {length} tokens; set longest to its length")
         if self.state is None or not self.at_work():
-            self.state = self._state([list(prompt) for _, prompt in prompts], self.capacity)
+            capacity = self.longest + self.max_new_tokens + self.drafter.max_draft + 1
+            self.state = self._state([list(prompt) for _, prompt in prompts], capacity)
             self.at = [Continued(key) for key, _ in prompts]
             start(self.state, self.drafter)
             return
