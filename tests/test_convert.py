@@ -147,7 +147,7 @@ def test_an_embedding_of_its_own(target: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"they are up to 0\.25 apart, more than rounding explains.*--target"):
         convert(release(tmp_path / "released", config, other), target.name, tmp_path / "out")
     other["embed_tokens.weight"][20, 3] = torch.nan
-    with pytest.raises(ValueError, match=r"\(token 20\)"):
+    with pytest.raises(ValueError, match="up to inf apart"):
         convert(release(tmp_path / "released", config, other), target.name, tmp_path / "out")
     other["embed_tokens.weight"] = other["embed_tokens.weight"][:90].clone()
     with pytest.raises(ValueError, match=r"embed_tokens.weight is \[90, 48\] in float32, and .* is \[97, 48\]"):
@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda config, weights: config.update(hidden_size=64),
         "hidden_size is 64 in config.json, 48 in the target",
     ),
-    "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give the model that it was"),
+    "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give its own: --target"),
     "layers": (lambda config, weights: config.update(num_hidden_layers=2), "num_hidden_layers is 2 .* a head has 1"),
     "EAGLE-3": (lambda config, weights: renamed(weights, "midlayer.", d2t=torch.zeros(3)), "is an EAGLE-3 head"),
     "a model": (
