@@ -153,7 +153,7 @@ class FusedAttention:
 
 def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Attention of ``queries [B, heads, R, D]`` over ``keys`` and ``values [B, heads, S, D]``; scores in float32."""
-    wide = {} if queries.dtype == torch.float32 else {"out_dtype": torch.float32}
+    wide: Any = {} if queries.dtype == torch.float32 else {"out_dtype": torch.float32}
     scores = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), **wide)
     scores = scores.view(*queries.shape[:3], -1) * scale
     if bias is not None:
