@@ -70,9 +70,15 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--drafter", "./none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
         (["--target", TARGET, "--drafter", "none", "--compare"], "--drafter none is that: leave one of them out"),
-        (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "must be a number of at least 0"),
-        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "must be a number of at least 0"),
-        (["--target", TARGET, "--drafter", "suffix", "--seed", str(1 << 64)], "must be a whole number from 0 to 4294"),
+        (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "temperature: Input should be greater"),
+        (
+            ["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"],
+            "should be a finite number",
+        ),
+        (
+            ["--target", TARGET, "--drafter", "suffix", "--seed", str(1 << 64)],
+            "should be less than 4294967296",
+        ),
         (["--target", TARGET, "--drafter", "suffix", "nodes"], "is not of the form key=value"),
     ],
     "drafters.hub": [

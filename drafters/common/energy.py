@@ -135,7 +135,7 @@ class EnergyMeter:
         try:
             self._counters[place] = counter = make()
             self._how[place] = counter.how
-        except Exception as error:  # whatever it is must not end a measurement of speed
+        except Exception as error:  # it must not end a measurement of speed
             self._how[place] = str(error)
 
     @contextmanager

@@ -62,17 +62,10 @@ class CascadeDrafter(DraftModelDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
-        self._state = DecodeState(
-            target=self._drafting,
-            cache=self.draft_model.new_cache(1, capacity),
-            tokens=[list(state.tokens[0])],
-            prompt_lengths=[len(prompt)],
-            sampling=state.sampling,
-            generator=state.generator,
-            max_new_tokens=capacity,
-            eos=frozenset(),  # the loop does not call ``observe`` after EOS; ``propose`` checks for it instead
-            finished=[False],
-        )
+        # Without EOS: the loop does not call ``observe`` after it, so ``propose`` checks for it instead.
+        decoding = capacity, capacity, state.sampling, state.generator, frozenset[int]()
+        self._state = DecodeState.of(self._drafting, [list(state.tokens[0])], *decoding)
+        self._state.prompt_lengths = [len(prompt)]
         rows = torch.tensor([prompt], device=self.draft_model.device)
         known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
         self._state.cache.commit_first([len(prompt)])
