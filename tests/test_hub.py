@@ -23,7 +23,7 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
-from drafters.layouts.serving import serving
+from drafters.layouts.export import serving
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import Lora
 from train.core.lora import save_adapter, with_lora
@@ -351,7 +351,7 @@ def test_a_name_that_the_hub_refuses_is_refused_before(saved: Path, name: str) -
         lambda: drafters.hub.__main__.main(["push", str(saved), "user/d", "--dry-run", "--dataset", name]),
     ]
     for call in calls[:2] if name == "name" else calls:  # which may be another's
-        assert "is not a Hub repository name like 'user/my-drafter'" in refusal(call)
+        assert "is no Hub repository name like 'user/my-drafter'" in refusal(call)
 
 
 def test_nothing_that_is_sent_holds_a_path_of_this_machine(

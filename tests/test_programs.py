@@ -83,7 +83,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "drafters.hub": [
         (["push", "./none", "user/d"], "no folder none; save the drafter first"),
-        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is not a Hub repository name like 'user/my-"),
+        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is no Hub repository name like 'user/my-"),
         (["push", "checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md would be published without"),
     ],
     "drafters.export": [

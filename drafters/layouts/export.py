@@ -12,10 +12,10 @@ from drafters.common.files import check_new_folder, replace_json, replace_text, 
 from drafters.common.paths import readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
-from drafters.hub.checkpoint import WEIGHTS_FILE, load_state
+from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
-from drafters.layouts.readme import HOT_TOKENS, Exported, readme
+from drafters.layouts.readme import HOT_TOKENS, Exported, readme, sglang, vllm
 from drafters.layouts.released import (
     BIASED,
     PICKLED_FILE,
@@ -187,6 +187,25 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
             written = head_config(shape, to, bias, torch.bfloat16)
             found[to] = why_not(to, written, kind.layout, bias) or no_target(to, target.model_type)
     return found
+
+
+def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
+    """How vLLM and SGLang serve the drafter after ``drafters.export``; empty if they cannot, or it is not known."""
+    config, weights = load_checkpoint(folder)
+    method, options, trained = config["drafter_type"], config["drafter"], config["target"]
+    try:
+        reasons = served_by(method, options, load_config_only(trained["name"], trained["revision"]))
+    except ValueError:  # no head for this target, or no target to read the family from
+        return ""
+    sections, target = [], base_model or shown_name(trained["name"])
+    hot = None if options.get("draft_vocab") is None else weights.get(DRAFT_IDS)
+    for to, how in (("vllm", vllm), ("sglang", sglang)):
+        if reasons[to] is None:
+            out = Path(f"{repo_id.split('/')[-1]}-{to}")
+            export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
+            section = how(Exported(repo_id, target, to, out, hot, method))
+            sections.append(section.replace("```sh\n", f"```sh\n{export}\n", 1))
+    return "\n\n".join(sections)
 
 
 def _refuse(checkpoint: str, to: str, reason: str | None) -> None:

@@ -6,6 +6,7 @@ random numbers: their seed comes from torch's global generator unless one is giv
 """
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -107,9 +108,7 @@ class ForTransformers:
                 self.drafter,
                 prompts[first : first + at_once],
                 max_new_tokens=control.room,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
+                **asdict(sampling),
                 eos_token_id=control.eos,
                 seed=seed + first,
                 on_tokens=self._stream if self.streamer is not None else None,
