@@ -333,9 +333,7 @@ def test_options_change_an_existing_card(hub: HubServer, login: Login, saved: Pa
     assert files(hub, "user/d")["README.md"].decode() == f"---\nlicense: mit\n---\n{words}"
     (saved / "README.md").write_text(f"---\n- a list\n---\n{words}")
     assert "README.md: the header is no YAML mapping" in refusal(push_to_hub, saved, "user/d", card=Card(license="mit"))
-    assert "without the figures given" in refusal(
-        push_to_hub, saved, "user/d", card=Card(figures={"tau": 2.9})
-    )
+    assert "without the figures given" in refusal(push_to_hub, saved, "user/d", card=Card(figures={"tau": 2.9}))
 
 
 BAD_NAMES = ["../../x", "", "a/b/c", "user/é", "name", "user/a--b", "datasets/x", "https://host/x"]

@@ -91,9 +91,8 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
     check_tokenizers(draft_model.name, ours, target.name, theirs)
     if draft_model.vocab_size != target.vocab_size and not (ours and theirs):
         raise ValueError(
-            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens, target {target.name} "
-            f"one of {target.vocab_size}, and a tokenizer is missing to compare their token ids: put the tokenizers "
-            "into the folders of the weights, or choose another draft model"
+            f"draft model {draft_model.name} has {draft_model.vocab_size} tokens, target {target.name} "
+            f"{target.vocab_size}, and there are no tokenizers to compare: put them beside the weights"
         )
     return over_vocabulary(draft_model, target.vocab_size)
 

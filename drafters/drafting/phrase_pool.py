@@ -118,8 +118,7 @@ def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -
     first, lengths, tails = load_tokens(path, CONTENT, ARRAYS, model, MADE)
     if len(first) != len(lengths) or bool((lengths < 1).any()) or int(lengths.sum(dtype=np.int64)) != len(tails):
         raise ValueError(
-            f"{path} is damaged: {len(first)} phrases have {len(lengths)} lengths, which sum to {lengths.sum()} (none "
-            f"may be below 1), and {len(tails)} tokens; {MADE}"
+            f"{path} is damaged: {len(first)} phrases, lengths that sum to {lengths.sum()}, {len(tails)} tokens; {MADE}"
         )
     for name, ids in (("first", first), ("tails", tails)):
         check_range(path, name, ids, 0, model.vocab_size - 1, MADE)

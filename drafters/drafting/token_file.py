@@ -69,8 +69,7 @@ def load_tokens(path: Path, content: str, names: tuple[str, ...], model: TargetM
     # Models of one tokenizer may be padded to different sizes.
     if metadata.get("vocab_size") != own["vocab_size"] and not (ours and ours == theirs):
         raise ValueError(
-            f"{path} is of {maker}, whose vocabulary has {metadata.get('vocab_size')} tokens; that of {model.name} has "
-            f"{model.vocab_size}: use a {content} of this target"
+            f"{path} is of {maker}, whose vocabulary has {metadata.get('vocab_size')} tokens; use one of {model.name}"
         )
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
     if set(found) != set(names) or any(array.dtype != np.int32 or array.ndim != 1 for array in arrays.values()):

@@ -249,8 +249,7 @@ def check_target(config: Mapping[str, Any], target: "TargetModel") -> None:
     at_revision = f" (revision {trained.revision})" if trained.revision else ""
     raise ValueError(
         f"this drafter was trained for {trained.name!r}{at_revision}, not for {target.name!r}: {differing}. "
-        f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r} "
-        f"(deepspeed train/{config['drafter_type']}.py --config ...)"
+        f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r}"
     )
 
 

@@ -150,8 +150,7 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
             largest = (one - other).abs().nan_to_num(torch.inf).max().item()
             raise ValueError(
                 f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart, more "
-                "than rounding explains. This toolkit drafts with the target's own embedding; give the model that it "
-                "was trained for (another revision, or what it was tuned from): --target MODEL"
+                "than rounding explains; give the model that it was trained for: --target MODEL"
             )
     return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
 
@@ -186,7 +185,5 @@ def _exit_layer(config: Mapping[str, Any], given: int | None, ends: FrozenEnds, 
     if (found := given or known) is None:
         raise ValueError(f"{source} does not say its exit layer: give --exit-layer N (2 for Vicuna 7B, 3 for 13B)")
     if type(found) is not int or not 0 < found < layers:
-        raise ValueError(
-            f"--exit-layer must be between 1 and {layers - 1}, the layers of {target} less one, found {found}"
-        )
+        raise ValueError(f"--exit-layer must be between 1 and {layers - 1} for {target}, found {found}")
     return found
