@@ -108,7 +108,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     [
         ({"content": None}, "safetensors file but no phrase pool"),
         ({"format_version": "2"}, "no phrase pool of version 1"),
-        ({"vocab_size": "101"}, "of tiny-llama, whose vocabulary has 101 tokens: use a phrase pool of"),
+        ({"vocab_size": "101"}, "of tiny-llama, whose vocabulary has 101 tokens; use one of"),
         ({"first": np.zeros((2, 3), np.int32)}, r"damaged.*'first': 'int32\[2, 3\]'"),
         ({"lengths": np.array([3, 2, 3, 1, 2, 9], np.int32)}, "sum to 20, 14 tokens"),
         ({"first": np.array([5, 5, 5, 97, 9, 9], np.int32)}, "first run from 5 to 97, not from 0 to 96"),

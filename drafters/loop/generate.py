@@ -181,7 +181,7 @@ def generate(
     # Set up the generator of random numbers, and a cache for prompt, new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
-    state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
+    state = DecodeState(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
     state.control = control
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)

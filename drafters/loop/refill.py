@@ -169,7 +169,7 @@ class Refilled:
 
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
         arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
-        state = DecodeState.of(self.target, prompts, capacity, *arguments)
+        state = DecodeState(self.target, prompts, capacity, *arguments)
         state.reach = self.longest + self.max_new_tokens
         return state
 

@@ -1,7 +1,7 @@
 """State of one batched generation, and helpers for rows of unequal length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ class DecodeState:
     less than the batch row has tokens.
 
     Attributes:
-        tokens: per batch row, prompt and new token ids, on the host.
+        tokens: per batch row, prompt and new token ids, on the host; at first the prompts.
+        capacity: rows of the cache, which is empty at first, per batch row.
         prompt_lengths: per batch row, length of the prompt in tokens.
         finished: per batch row, True after EOS, the limit, or a stop by ``control``.
         control: logits processors and stopping criteria, or None.
@@ -29,34 +30,21 @@ class DecodeState:
     """
 
     target: TargetModel
-    cache: KVCache
     tokens: list[list[int]]
-    prompt_lengths: list[int]
+    capacity: InitVar[int]
+    max_new_tokens: int
     sampling: Sampling
     generator: torch.Generator
-    max_new_tokens: int
     eos: frozenset[int]
-    finished: list[bool]
     control: Control | None = None
     reach: int = 0
     _roots: Tensor | None = None
     _nothing: DraftTree | None = None
 
-    @classmethod
-    def of(
-        cls,
-        target: TargetModel,
-        prompts: list[list[int]],
-        capacity: int,
-        max_new_tokens: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        eos: frozenset[int],
-    ) -> "DecodeState":
-        """State before the prefill of ``prompts``, with an empty cache of ``capacity`` rows per prompt."""
-        lengths, finished = [len(prompt) for prompt in prompts], [False] * len(prompts)
-        cache = target.new_cache(len(prompts), capacity)
-        return cls(target, cache, prompts, lengths, sampling, generator, max_new_tokens, eos, finished)
+    def __post_init__(self, capacity: int) -> None:
+        self.cache = self.target.new_cache(self.batch, capacity)
+        self.prompt_lengths = [len(prompt) for prompt in self.tokens]
+        self.finished = [False] * self.batch
 
     @property
     def batch(self) -> int:

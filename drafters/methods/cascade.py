@@ -64,7 +64,7 @@ class CascadeDrafter(DraftModelDrafter):
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
         # Without EOS: the loop does not call ``observe`` after it, so ``propose`` checks for it instead.
         decoding = capacity, capacity, state.sampling, state.generator, frozenset[int]()
-        self._state = DecodeState.of(self._drafting, [list(state.tokens[0])], *decoding)
+        self._state = DecodeState(self._drafting, [list(state.tokens[0])], *decoding)
         self._state.prompt_lengths = [len(prompt)]
         rows = torch.tensor([prompt], device=self.draft_model.device)
         known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)

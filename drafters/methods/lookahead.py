@@ -82,7 +82,7 @@ class LookaheadDrafter(Drafter):
         if room < 1:  # the last token: no later forward can use new guesses
             return state.nothing
         self._tails = self.pool.get(state.tokens[0][-1], self.guesses)
-        self._trie = trie = Trie.of(self._tails, room, state.eos)
+        self._trie = trie = Trie(self._tails, room, state.eos)
         guessed = self.window.tokens
         return DraftTree.from_parents(
             torch.tensor([trie.tokens + guessed], dtype=torch.long, device=self.target.device),

@@ -104,7 +104,7 @@ class OuroborosDrafter(DraftModelDrafter):
         last, drafted = self._drafted[-1], len(self._drafted)
         if self.lengthen and last not in state.eos:
             self._tails = self.pool.get(last, self.k)
-            self._trie = Trie.of(self._tails, room - drafted, state.eos)
+            self._trie = Trie(self._tails, room - drafted, state.eos)
         return DraftTree.from_parents(
             torch.tensor([self._drafted + self._trie.tokens], device=self.target.device),
             [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)],
@@ -145,7 +145,7 @@ class OuroborosDrafter(DraftModelDrafter):
             return self.lm_head.tokens(state.sampling.pick(logits, state.generator, q)).tolist()
         # One forward over the pending tokens, phrases that begin with the last of them, and the window.
         tails = self.pool.get(pending[-1], self.guesses)
-        trie = Trie.of(tails, longest - 1, state.eos)
+        trie = Trie(tails, longest - 1, state.eos)
         root, inner = len(pending) - 1, len(trie.tokens)
         logits = self._forward(pending, trie)
         choice = self.lm_head.tokens(most_likely(logits)).tolist()

@@ -138,7 +138,7 @@ def time_plans(
                 if state is None or state.room() <= margin or all(state.finished):
                     rows = [list(prompt) for prompt in prompts]
                     capacity = context + room + margin
-                    state = DecodeState.of(target, rows, capacity, room, sampling, generator, frozenset())
+                    state = DecodeState(target, rows, capacity, room, sampling, generator, frozenset())
                     start(state, drafter)
                 marks = [_now(target.device)]
                 step(state, drafter, rule, lambda marks=marks: marks.append(_now(target.device)))  # type: ignore[misc]
