@@ -289,18 +289,11 @@ def _hot_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) -> list[str]:
     found = [] if without is None else [f"{READERS[to]} cannot serve this today: {without}; the folder has its layout"]
-    if hot is None:
-        return found
-    if to == "sglang":
-        return [
-            *found,
-            f"the draft vocabulary of {len(hot):,} tokens is in {HOT_TOKENS}; README.md says how it is given",
-        ]
-    return [
-        *found,
-        f"{READERS[to]} knows no draft vocabulary of such a head: the one of {len(hot):,} tokens is left out, and it "
-        f"drafts with all {vocabulary:,}",
-    ]
+    if hot is not None and to == "sglang":
+        found.append(f"the draft vocabulary of {len(hot):,} tokens is in {HOT_TOKENS}; README.md says how it is given")
+    elif hot is not None:
+        found.append(f"{READERS[to]} knows no draft vocabulary: it drafts with all {vocabulary:,} tokens")
+    return found
 
 
 def _write(out: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], hot: Tensor | None, text: str) -> None:
