@@ -395,7 +395,7 @@ def test_errors_are_one_clear_line(
     missing = refusal(load_checkpoint, "user/none")
     assert missing.startswith(f"no drafter 'user/none': there is no folder {tmp_path / 'user' / 'none'}")
     assert "no such Hub repository" in missing
-    assert "not a Hub repository name" in refusal(push_to_hub, saved, "user/a/b")
+    assert "no Hub repository name" in refusal(push_to_hub, saved, "user/a/b")
     (saved / "model.safetensors").rename(tmp_path / "model.safetensors")
     assert "holds no model.safetensors" in refusal(push_to_hub, saved, "user/d")
     (tmp_path / "model.safetensors").rename(saved / "model.safetensors")

@@ -248,7 +248,7 @@ def test_from_a_config_and_what_is_refused() -> None:
     assert made.remembers and not make_drafter("hybrid", target, head=model | {"gamma": 3}, match=4).remembers
     with pytest.raises(ValueError, match="'lookahead' must draft every step"):
         make_drafter("hybrid", target, head={"drafter": "lookahead"})
-    with pytest.raises(ValueError, match="'speculative' of a fixed shape"):
+    with pytest.raises(ValueError, match="'speculative' has a fixed shape"):
         make_drafter("hybrid", target, head=model | {"gamma": 3})
     with pytest.raises(ValueError, match="'speculative', which does not copy"):
         make_drafter("hybrid", target, head=model, lookup=model)
