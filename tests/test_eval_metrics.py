@@ -11,7 +11,7 @@ from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
 from drafters.base import Expected
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.entries import STOCK
 from eval.figures.divergence import TOLERANCE, find_divergences
 from eval.figures.metrics import (

@@ -61,11 +61,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", "./none", "--drafter", "none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "./none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
-        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "should be a finite number"),
     ],
     "drafters.hub": [
         (["push", "./none", "user/d"], "no folder none; save the drafter first"),
-        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is not a Hub repository name like 'user/my-"),
+        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is no Hub repository name like 'user/my-"),
     ],
     "drafters.export": [
         (["./none", "--to", "vllm", "--out", "x"], "there is no folder ./none"),

@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.common.progress import Bar
 from data_prep.dialogues.loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
 from data_prep.dialogues.reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
-from drafters.common.files import read_text
+from drafters.common.wording import read_text
 from drafters.model.files import load_bare_tokenizer
 
 CHUNK = 256  # dialogues tokenized in one call

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from drafters.common.files import decode, not_unicode, unicode_encoding
+from drafters.common.wording import decode, not_unicode
 
 # Share of lines that are not UTF-8: below it these lines are damaged, above it the file may be in another encoding.
 FEW = 0.01
@@ -41,7 +41,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     with opener(path, "rb") as file:
         head = file.read(4)
         file.seek(0)
-        if unicode_encoding(head).startswith("utf-8"):
+        if json.detect_encoding(head).startswith("utf-8"):
             yield file
         else:
             yield io.BytesIO(decode(file.read(), path).encode("utf-8", "surrogatepass"))

@@ -13,7 +13,7 @@ from data_prep.store.lock import LOCK, is_locked, lock_file
 from drafters.base import Expected
 from drafters.cli.program import command
 from drafters.common.files import naming, replacing
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.measure.identity import differing, digest
 from eval.measure.models import ALONE
 from eval.measure.runner import Run

@@ -19,8 +19,8 @@ from drafters.base import Expected
 from drafters.cli.program import Failure
 from drafters.common.energy import EnergyMeter, Reading
 from drafters.common.threads import fit_threads
+from drafters.loop.generate import Trace
 from drafters.loop.sampling import Sampling
-from drafters.loop.trace import Trace
 from drafters.policy import costs
 from eval.prompts.prompts import Prompt
 

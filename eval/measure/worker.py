@@ -15,7 +15,7 @@ from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
 from data_prep.common.other_python import OtherPython
 from drafters.common.wording import shortened
 from drafters.config import Config, validate
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.measure.runner import Limits, Method, Outcome, check_tokens
 
 

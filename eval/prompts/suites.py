@@ -17,8 +17,7 @@ from pydantic import Field, model_validator
 
 from data_prep.dialogues.json_records import read_records
 from data_prep.dialogues.reader import DATASET_SUFFIXES, dataset_records
-from drafters.common.files import read_text
-from drafters.common.wording import shortened
+from drafters.common.wording import read_text, shortened
 from drafters.config import Amount, Config, Length, load_config
 from eval.prompts.files import QUESTION_KEYS, Record, first_record, question_key, questions, turns_under
 

@@ -16,7 +16,8 @@ from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import is_text
 from data_prep.store.manifest import MANIFEST
 from data_prep.store.reader import FeatureStore
-from drafters.common.files import read_text, replace_text
+from drafters.common.files import replace_text
+from drafters.common.wording import read_text
 from drafters.hub import checkpoint
 from drafters.methods import drafter_class
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHeadOptions
