@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from data_prep.common.outputs import check_own
+from data_prep.common.disk import check_own
 from data_prep.dialogues.reader import check_source
 from drafters.common.files import check_file, check_folder
 from drafters.common.paths import check_model

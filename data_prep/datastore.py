@@ -16,7 +16,6 @@ from drafters.common.paths import is_missing_folder
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the arguments; tokenize, sort and write."""
     parser = CommandLine("data_prep.datastore", __doc__)
     parser.add_argument("source", help="dialogues, or a .txt file")
     parser.add_argument("--target", required=True, help="folder or Hub repository of the target")

@@ -16,7 +16,6 @@ from drafters.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the config; make its feature stores, or this rank's share of them."""
     parser = CommandLine("data_prep.features", __doc__, "YAML file, see configs/features/", "limit=1000 device=cuda")
     parser.add_argument("--verify", action="store_true", help="only compare the checksums of the finished stores")
     add_rank_arguments(parser)

@@ -19,7 +19,6 @@ MAGIC = b"GGUF"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the file; convert it and print a line."""
     parser = CommandLine("data_prep.gguf", __doc__)
     parser.add_argument("file", type=Path, help="a .gguf file")
     parser.add_argument("--out", required=True, type=Path, help="folder of the model; must be new or empty")

@@ -14,7 +14,6 @@ from drafters.cli.program import CommandLine, command, keeping, positive, run_pr
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Find the stores and print them; returns 1 if something is damaged."""
     parser = CommandLine("data_prep.inspect", __doc__)
     parser.add_argument("store", type=Path, help="a store, or a folder of stores (the `out` of data_prep.features)")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")

@@ -19,7 +19,6 @@ from drafters.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the config; let its target write questions."""
     parser = CommandLine("data_prep.magpie", __doc__, "YAML file, see configs/real/magpie.yaml", "count=1000 batch=32")
     add_rank_arguments(parser)
     parsed = parser.parse(arguments)
@@ -27,9 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
     rank = find_rank(parsed.rank, parsed.ranks)
     config.check(rank.count)
 
-    from data_prep.answers.questions import kept, write_questions
+    from data_prep.answers.finished import kept
+    from data_prep.answers.questions import write_questions
 
-    with keeping(lambda: kept(config)):
+    with keeping(lambda: kept(config.out, "question")):
         write_questions(config, rank)
 
 

@@ -16,7 +16,6 @@ from drafters.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the config; regenerate the answers of its source."""
     parser = CommandLine("data_prep.regenerate", __doc__, "YAML file, see configs/regenerate/", "limit=1000 batch=32")
     add_rank_arguments(parser)
     parsed = parser.parse(arguments)
@@ -24,9 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
     rank = find_rank(parsed.rank, parsed.ranks)
     config.check()
 
-    from data_prep.answers.regeneration import kept, regenerate
+    from data_prep.answers.finished import kept
+    from data_prep.answers.regeneration import regenerate
 
-    with keeping(lambda: kept(config)):
+    with keeping(lambda: kept(config.out, "answer")):
         regenerate(config, rank)
 
 

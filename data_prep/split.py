@@ -12,8 +12,15 @@ import random
 from pathlib import Path
 
 from data_prep.common.disk import check_room, source_bytes
-from data_prep.dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
-from data_prep.dialogues.sharegpt import record, same_question
+from data_prep.dialogues.reader import (
+    Dialogue,
+    ReadCounts,
+    check_source,
+    read_dialogues,
+    record,
+    same_question,
+    source_digest,
+)
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.files import check_folder, replace_json, replace_text
 from drafters.common.provenance import changes
@@ -22,7 +29,6 @@ FACTS = "split.json"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the arguments; write both sides of the split."""
     parser = CommandLine("data_prep.split", __doc__)
     parser.add_argument(
         "source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:config][:split]"

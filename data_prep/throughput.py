@@ -16,7 +16,6 @@ from drafters.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the config; measure the dump of a split beside the bare target."""
     keys = "limit=1000 store_dtype=int8"
     parser = CommandLine("data_prep.throughput", __doc__, "YAML file, see configs/features/", keys)
     parser.add_argument("--out", type=Path, help="JSON file for the result")

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING
 from drafters.methods import drafter_class, make_drafter
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
-    from drafters.learned import LearnedDrafter
-    from drafters.loading import load_drafter
-    from drafters.loop.generate import GenerateResult, generate
-    from drafters.loop.refill import Continued, generate_many
-    from drafters.loop.sampling import Sampling
-    from drafters.model.ends import FrozenEnds, load_frozen_ends
-    from drafters.model.target import FeatureOutput, TargetModel
+    from drafters.base import Drafter as Drafter
+    from drafters.learned import LearnedDrafter as LearnedDrafter
+    from drafters.loading import load_drafter as load_drafter
+    from drafters.loop.generate import GenerateResult as GenerateResult
+    from drafters.loop.generate import generate as generate
+    from drafters.loop.refill import Continued as Continued
+    from drafters.loop.refill import generate_many as generate_many
+    from drafters.loop.sampling import Sampling as Sampling
+    from drafters.model.ends import FrozenEnds as FrozenEnds
+    from drafters.model.ends import load_frozen_ends as load_frozen_ends
+    from drafters.model.target import FeatureOutput as FeatureOutput
+    from drafters.model.target import TargetModel as TargetModel
+
+    __all__ = ["drafter_class", "make_drafter"]
 else:
     # torch takes seconds to import. A program that only reads its config, to find a mistyped key, must not wait for it.
     _NAMES = {
@@ -32,6 +38,7 @@ else:
         "model.target": ("FeatureOutput", "TargetModel"),
     }
     _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+    __all__ = ["drafter_class", "make_drafter", *_MODULES]
 
     def __getattr__(name):
         """Import what is asked for (PEP 562)."""
@@ -44,21 +51,3 @@ else:
 
     def __dir__():
         return sorted({*globals(), *_MODULES})
-
-
-__all__ = [
-    "Continued",
-    "Drafter",
-    "FeatureOutput",
-    "FrozenEnds",
-    "GenerateResult",
-    "LearnedDrafter",
-    "Sampling",
-    "TargetModel",
-    "drafter_class",
-    "generate",
-    "generate_many",
-    "load_drafter",
-    "load_frozen_ends",
-    "make_drafter",
-]

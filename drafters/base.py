@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from drafters.config import Config, validate
-from drafters.loop.acceptance import Rule, Verdict, rule_for
+from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from drafters.loop.call import check_loaded
-from drafters.loop.hf_generate import TransformersMixin
+from drafters.loop.hf_generate import ForTransformers
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
 from drafters.model.target import FeatureOutput, TargetModel
@@ -36,7 +36,7 @@ class Expected(NamedTuple):
     choice: str
 
 
-class Drafter(TransformersMixin):
+class Drafter:
     """Proposes tokens for a target. One file per method; the loop knows only this class.
 
     Class attributes:
@@ -82,15 +82,31 @@ class Drafter(TransformersMixin):
         check_loaded(target)
         return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
 
+    def for_transformers(self, streamer: Any = None, seed: int | None = None) -> ForTransformers:
+        """Return what decodes with this drafter: ``model.generate(**inputs, custom_generate=...)``.
+
+        ``model`` is the target's own model.
+
+        Args:
+            streamer: gets the tokens as they are committed; transformers does not pass on the one of ``generate``.
+            seed: of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
+
+        Raises:
+            ValueError: the method is lossy.
+        """
+        return ForTransformers(self, streamer, seed)
+
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""
-        return rule_for(sampling)
+        return verify_greedy if sampling.greedy else verify_sampled
 
     def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
         """Reset per-prompt state after the prefill (``output`` holds the prompt's rows) and the first sampled token.
 
         A drafter's own prefill belongs here, where the clock counts it as prefill.
         """
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
 
     def join(self, state: "DecodeState", rows: list[int], part: "DecodeState", output: FeatureOutput) -> None:
         """Replace ``rows`` of a running batch by the prompts of ``part``, which were prefilled as for ``begin``.

@@ -9,17 +9,14 @@ after each answer come tau and tokens/s. --compare has plain decoding answer the
 begins a new conversation, /quit or Ctrl-D ends.
 """
 
-import argparse
-import math
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from drafters.cli.program import CommandLine, positive, run_program
 from drafters.common.paths import check_model
-from drafters.common.wording import shortened
-from drafters.config import Config, Dtype, Quantization, from_overrides
+from drafters.config import Config, Dtype, Quantization, Seed, from_overrides, validate
 from drafters.methods import check_method, method_names
 
 NONE = "none"
@@ -31,22 +28,11 @@ class Options(Config):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
-def temperature(text: str) -> float:
-    """The type of --temperature."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, found {text!r}")
-    return value
+class Sampled(Config):
+    """How answers are sampled."""
 
-
-def seed(text: str) -> int:
-    """The type of --seed."""
-    if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {(1 << 32) - 1}, found {shortened(text)}")
-    return int(text)
+    temperature: float = Field(ge=0.0)
+    seed: Seed
 
 
 def is_method(drafter: str) -> bool:
@@ -68,13 +54,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", required=True, help="folder or Hub repository, with its tokenizer")
     parser.add_argument("--drafter", required=True, help="a folder, a Hub repository, a method's name, or none")
     parser.add_argument("--compare", action="store_true", help="answer with plain decoding, too")
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--temperature", default="0", help="0, the default, is greedy")
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default 512")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="default auto: bf16 where it is fast")
     parser.add_argument("--quantize", choices=get_args(Quantization), help="the target's layers")
     parser.add_argument("--system", help="a system message")
-    parser.add_argument("--seed", type=seed, default=0, help="of sampling; default 0")
+    parser.add_argument("--seed", default="0", help="of sampling; default 0")
     given = parser.parse(arguments)
+    sampled = validate(Sampled, {"temperature": given.temperature, "seed": given.seed}, "the command line")
+    given.temperature, given.seed = sampled.temperature, sampled.seed
     method = is_method(given.drafter)
     options: dict[str, Any] = from_overrides(Options, given.overrides).model_dump()
     check_model(given.target, "--target")

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from drafters.common.files import read_text
-from drafters.common.wording import shortened
+from drafters.common.wording import read_text, shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -65,7 +64,7 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
     text = read_text(file)
     try:
         data = _Loader(text).get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # a number of 5,000 digits
+    except yaml.YAMLError as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")
@@ -99,29 +98,22 @@ def _apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
     """Set every ``key=value``; raises ValueError if one would undo another, by the same key or a group around it."""
     given: dict[str, str] = {}
     for override in overrides:
-        _apply_override(data, override)
-        key = override.partition("=")[0]
-        for other, before in given.items():
-            if f"{other}.".startswith(f"{key}."):
-                raise ValueError(f"overrides {before} and {override}: the second would undo the first; give one")
+        (key, equals, text), group, shown = override.partition("="), data, shortened(override)
+        if not equals or not key:
+            raise ValueError(f"override {shown} is not of the form key=value (say learning_rate=1e-4)")
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            group = group.setdefault(parent, {})
+            if not isinstance(group, dict):
+                raise ValueError(f"override {shown}: {parent!r} holds a value, not a group of keys")
+        try:
+            group[leaf] = _parse_scalar(text)
+        except yaml.YAMLError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"override {shown}: the value is no valid YAML or JSON ({reason}); quote it") from None
+        if undone := [before for other, before in given.items() if f"{other}.".startswith(f"{key}.")]:
+            raise ValueError(f"overrides {undone[0]} and {override}: the second would undo the first; give one")
         given[key] = override
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override {shortened(override)} is not of the form key=value (say learning_rate=1e-4)")
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
-            raise ValueError(f"override {shortened(override)}: {parent!r} holds a value, not a group of keys")
-    try:
-        data[leaf] = _parse_scalar(text)
-    except yaml.YAMLError as error:
-        reason = str(error).splitlines()[0]
-        shown = shortened(override)
-        raise ValueError(f"override {shown}: the value is no valid YAML or JSON ({reason}); quote it") from None
 
 
 def _parse_scalar(text: str) -> Any:
@@ -129,8 +121,6 @@ def _parse_scalar(text: str) -> Any:
         return json.loads(text)  # YAML 1.1 would read 1e-4 as a string
     except json.JSONDecodeError:
         return _Loader(text).get_single_data()
-    except ValueError:  # more digits than Python reads: no number that anything here takes
-        return text
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,6 +1,10 @@
 """LearnedDrafter: a drafter with trained weights."""
 
-from typing import Any, Self
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,21 +13,29 @@ from transformers import PretrainedConfig
 from drafters.base import Drafter
 from drafters.config import Config, validate
 from drafters.hub import checkpoint
-from drafters.hub.publishing import PublishMixin
+from drafters.hub.declared import Layout, Recipe
+from drafters.hub.model_card import Card
+from drafters.hub.publishing import GENERATE_FILES, push_to_hub
 from drafters.loop.call import check_loaded
 from drafters.model import head_adapter
 from drafters.model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
 from drafters.model.target import TargetModel
 
 
-class LearnedDrafter(PublishMixin, Drafter):
+class LearnedDrafter(Drafter):
     """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub.
 
     Class attributes:
         card_title: the method on the model card, with a link to its paper.
         layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
         recipe: how train.start trains and measures it; None: it does not.
+        unread: by ``tree``, options that it does not read.
     """
+
+    card_title: ClassVar[str] = ""
+    layout: ClassVar[Layout] = Layout()
+    recipe: ClassVar[Recipe | None] = None
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
         super().__init__(target, options)
@@ -51,6 +63,9 @@ class LearnedDrafter(PublishMixin, Drafter):
             raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
         checkpoint.check_target(config, target)
         drafter = cls.from_weights(target, state, config["drafter"] | options)
+        tree = getattr(drafter.settings, "tree", "")
+        if wrong := [name for name in cls.unread.get(tree, ()) if options.get(name) is not None]:
+            raise ValueError(f"{wrong[0]} is given, and tree={tree} does not read it; leave one of them out")
         drafter.provenance = config
         return drafter
 
@@ -68,6 +83,31 @@ class LearnedDrafter(PublishMixin, Drafter):
             module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
         checkpoint.load_state(module, weights)
         return cls(target, module, checked)
+
+    def drafter_config(self) -> dict[str, Any]:
+        """What ``build_module`` needs to build the module again."""
+        return {}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json, model.safetensors and the two files of ``model.generate(custom_generate=folder)``."""
+        known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
+        checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
+        for name, content in GENERATE_FILES.items():
+            file = Path(folder) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
+
+    def push_to_hub(self, repo_id: str, card: Card | None = None, **hub_options: Any) -> str:
+        """Upload to the Hub with a model card; returns the repository's address.
+
+        Args:
+            card: license, figures and more: ``Card(license="mit", certificate=..., report=...)``.
+            hub_options: of ``publishing.push_to_hub``: ``private``, ``revision``, ``token``.
+        """
+        card = card or Card()
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return push_to_hub(folder, repo_id, card=replace(card, title=card.title or self.card_title), **hub_options)
 
     def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:
         """The target's LM head, or the drafter's ``own``, as this drafter uses it.

@@ -15,7 +15,6 @@ from eval.entries import check_entries
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the batch sizes of a config and write its page."""
     parsed = CommandLine("eval.batch_cost", __doc__, "YAML, see BatchCostConfig", "context=512").parse(arguments)
     config = load_config(BatchCostConfig, parsed.config, parsed.overrides)
     check_entries([], {"target.path": config.target.path})

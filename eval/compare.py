@@ -2,9 +2,9 @@
 
     python -m eval.compare runs/before runs/after [--out F]
 
-Reads report.json and prompts.csv (of older reports measurements.jsonl) of both folders. Compares tau, tokens/s and the
-speedup over plain decoding on the prompts that both measured, prompt by prompt; the page says what is not compared
-because machine, prompts, target or limits differ. Over all tested figures together, two reports of the same thing
+Reads report.json and prompts.csv of both folders. Compares tau, tokens/s and the speedup over plain decoding on the
+prompts that both measured, prompt by prompt; the page says what is not compared because machine, prompts, target or
+limits differ. Over all tested figures together, two reports of the same thing
 differ significantly in at most one of twenty comparisons; tokens/s varies with the machine's load and is not tested.
 Writes compare.json and compare.md into --out, or into the second folder.
 """
@@ -18,7 +18,6 @@ from eval.report.pairs import differences, read
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compare two reports and write the page."""
     parser = CommandLine("eval.compare", __doc__)
     parser.add_argument("a", type=Path, help="folder of the first report, the `out` of its config")
     parser.add_argument("b", type=Path, help="folder of the second report")

@@ -5,7 +5,6 @@ All paths are relative to the working directory.
 
 import argparse
 import json
-import math
 import os
 import random
 from pathlib import Path
@@ -42,7 +41,7 @@ from eval.entries import (
     paths_of,
     set_key,
 )
-from eval.prompts.config import PromptsConfig, check_prompt_files, shown_sizes
+from eval.prompts.config import PromptsConfig, check_prompt_files
 from eval.prompts.suites import suite_name
 
 BASELINE = "autoregressive"
@@ -109,13 +108,6 @@ class SpeedConfig(Config):
                 raise ValueError(
                     f"{entry.name} asks for temperatures {entry.temperatures}, the run has {self.temperatures}"
                 )
-        unit, count = math.lcm(*self.batch), self.prompts.count
-        if count is not None and count % unit:
-            near = [n for n in (count - count % unit, count - count % unit + unit) if n]
-            raise ValueError(
-                f"prompts.count is {count}, but batches of {shown_sizes(self.batch)} need a multiple of {unit}: give "
-                f"{' or '.join(map(str, near))}"
-            )
         return self
 
     def check_one_batch(self, program: str) -> None:
@@ -279,11 +271,6 @@ class TuneConfig(SpeedConfig):
                 f"max_perplexity is {self.max_perplexity:g} and objective {self.objective}: the bound belongs to "
                 "objective speed; remove one of the two"
             )
-        if alien := sorted(set(self.start) - set(self.knobs)):
-            raise ValueError(f"start: {alien} are not among the knobs {sorted(self.knobs)}")
-        for knob, values in self.knobs.items():
-            if knob in self.start and self.start[knob] not in values:
-                raise ValueError(f"start: {knob}={self.start[knob]} is not among its values {values}")
         return self
 
     def first_values(self) -> dict[str, Any]:

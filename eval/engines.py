@@ -14,7 +14,6 @@ from eval.configs import EnginesConfig, add_suite, load_with_suite
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure our methods and the engines, and write the report."""
     parser = CommandLine("eval.engines", __doc__, "YAML, see EnginesConfig", "prompts.count=8")
     add_suite(parser)
     parsed = parser.parse(arguments)

@@ -52,7 +52,9 @@ class DrafterEntry(Config):
     label: str | None = Field(None, description="name in the report; default: the method's")
     temperatures: list[NonNegativeFloat] | None = Field(None, description="default: all temperatures of the run")
     grid: dict[str, Values] | None = Field(
-        None, min_length=1, description="values of options (dots for nested ones); every combination gets a row"
+        None,
+        min_length=1,
+        description="values of options (dots for nested ones), instead of the entry's; every combination gets a row",
     )
 
     @model_validator(mode="after")
@@ -60,8 +62,6 @@ class DrafterEntry(Config):
         for knob, values in (self.grid or {}).items():
             if any(value in values[:index] for index, value in enumerate(values)):
                 raise ValueError(f"grid: {knob} needs different values, found {shortened(values)}")
-            if knob in DrafterEntry.model_fields or _holds(self.model_extra or {}, knob):
-                raise ValueError(f"grid: {knob} is also set in the entry itself; keep one of the two")
         return self
 
     @property
@@ -107,18 +107,6 @@ def set_key(data: dict[str, Any], key: str, value: Any, what: str) -> None:
         if not isinstance(data, dict):
             raise ValueError(f"{what}: {key} cannot be set, {parent!r} holds a value, not a group of keys")
     data[leaf] = value
-
-
-def _holds(options: dict[str, Any], knob: str) -> bool:
-    """Return whether the dotted option is given, or one of its groups holds a plain value."""
-    held: Any = options
-    for part in knob.split("."):
-        if not isinstance(held, dict):
-            return True
-        if part not in held:
-            return False
-        held = held[part]
-    return True
 
 
 class StockEntry(Config):

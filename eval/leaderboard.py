@@ -16,7 +16,6 @@ RESULTS, OUT = Path("docs/results"), Path("docs")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the results and write both pages."""
     parser = CommandLine("eval.leaderboard", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder; default: {RESULTS}")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder; default: {OUT}")

@@ -29,22 +29,14 @@ def drafter_entry(given: str) -> dict[str, Any]:
     folder = Path(given).expanduser()
     if given in method_names() or not ("/" in given or folder.is_dir()):
         return {"drafter": given}
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"--drafter {given}: there is no {file}; give a method or the folder of a trained drafter; for a drafter "
-            f"on the Hub, give its method and drafter.checkpoint={given}"
-        )
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--drafter {given}: {file} is not valid JSON ({error})") from None
-    method = found.get("drafter_type") if isinstance(found, dict) else None
-    if not isinstance(method, str):
+        method = json.loads((folder / "config.json").read_text(encoding="utf-8"))["drafter_type"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"--drafter {given}: {file} has no drafter_type; a draft model is an option of a method: "
-            f"--drafter speculative drafter.draft_model={given}"
-        )
+            f"--drafter {given} is no folder of a trained drafter ({type(error).__name__}: {error}); give a method or "
+            f"such a folder. On the Hub: --drafter METHOD drafter.checkpoint={given}; a draft model: --drafter "
+            f"speculative drafter.draft_model={given}"
+        ) from None
     return {"drafter": method, "checkpoint": given}
 
 
@@ -65,7 +57,6 @@ def read_config(parsed: Any) -> LosslessConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Certify a drafter and write its page."""
     parser = CommandLine("eval.lossless", __doc__, overrides="texts=4096; see LosslessConfig")
     parser.add_argument("--target", help="folder or Hub repository")
     parser.add_argument("--drafter", help="a method's name, or the folder of a trained drafter")

@@ -15,7 +15,6 @@ JOURNAL = "measurements.jsonl"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the journal and write the pages."""
     parser = CommandLine("eval.pages", __doc__)
     parser.add_argument("folder", type=Path, help="folder of a finished report, the `out` of its config")
     parser.add_argument("--out", type=Path, help="folder; default: the report's own")

@@ -64,7 +64,6 @@ def mean(name: str, values: list[float]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the comparison beside a report."""
     parser = CommandLine("eval.seeds", __doc__)
     parser.add_argument("report", type=Path, help="folder of a report, the `out` of its config")
     parser.add_argument(

@@ -21,7 +21,6 @@ from eval.configs import SpeedConfig, add_suite, load_with_suite
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure every method of a config and write the report."""
     parser = CommandLine("eval.speed", __doc__, "YAML, see SpeedConfig", "prompts.count=8")
     add_suite(parser)
     add_rank_arguments(parser)

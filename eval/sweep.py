@@ -16,7 +16,6 @@ from eval.configs import SweepConfig
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the speed test for every value of the key."""
     parsed = CommandLine("eval.sweep", __doc__, "YAML, see SweepConfig", "prompts.count=8").parse(arguments)
     config = load_config(SweepConfig, parsed.config, parsed.overrides)
     config.check_paths()

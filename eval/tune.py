@@ -33,7 +33,6 @@ def load_searches(path: Path, overrides: list[str]) -> dict[Path, TuneConfig]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Search the knobs of a config, or of every config in a folder."""
     parser = CommandLine("eval.tune", __doc__, "YAML, see TuneConfig; or a folder of such files", "prompts.count=8")
     parsed = parser.parse(arguments)
     configs = load_searches(parsed.config, parsed.overrides)

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
-from drafters.loop import step as loop
+from drafters.loop import generate as loop
 from drafters.loop.state import DecodeState
 from drafters.policy import costs
 

@@ -12,13 +12,11 @@ from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.config import HeadInputs
-from drafters.drafting.pending import PendingFeatures
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
-from drafters.model.cache import KVCache
 from drafters.model.rows import CHAIN, Rows
 from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
@@ -68,28 +66,24 @@ class OracleEagle(EagleDrafter):
 
     noise = 0.0
 
-    def _prefill(self, state: DecodeState, output: FeatureOutput) -> tuple[KVCache, PendingFeatures]:
-        self._phase = "prompt"
-        return super()._prefill(state, output)
-
     def propose(self, state: DecodeState) -> DraftTree:
         self._committed = [list(row) for row in state.tokens]
         self._nodes: list[list[int]] = [[] for _ in state.tokens]
-        self._phase = "committed"
-        _, self._counts = self._pending.all()
         return super().propose(state)
 
-    def _extend(
-        self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN, cache: KVCache | None = None
-    ) -> torch.Tensor:
-        predicted = super()._extend(features, tokens, rows, cache)
-        if self._phase == "prompt":
-            return predicted
-        if self._phase == "committed":  # of what is taken in, only the prediction at each row's last token is used
-            self._phase = "tree"
-            truths = self._truths([[ids] for ids in self._committed])
-            for row, (count, truth) in enumerate(zip(self._counts, truths, strict=True)):
-                predicted[row, count - 1] = truth[0]
+    def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._committed = []
+        super()._read_prompts(state, output)
+
+    def _read(self, features: torch.Tensor, following: list[list[int]], state: DecodeState) -> torch.Tensor:
+        self._drafts = False
+        predicted = super()._read(features, following, state)
+        self._drafts = True
+        return self._truths([[ids] for ids in self._committed]) if self._committed else predicted
+
+    def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
+        predicted = super()._extend(features, tokens, rows)
+        if not self._drafts:
             return predicted
         count = tokens.shape[1]
         for nodes, new in zip(self._nodes, tokens.tolist(), strict=True):

@@ -48,7 +48,7 @@ def test_right_rows_are_the_targets_first_choices(
     folder: Path, store: FeatureStore, ends: FrozenEnds, target: TargetModel
 ) -> None:
     """A draft model compared with the text, or a token further; one that sees a neighbour in the packed row."""
-    batch = collate(store, [3, 0, 1], one_row=True)
+    batch = collate(store, [3, 0, 1])
     answers = batch.shifted(batch.loss_mask, 1)
     settings = tiny_run.settings("t", Path("f"), Path("o"), draft_model="d", loss_chunk_rows=5)
     heads = LMHeads(tiny_run.read("draft_model", settings), ends.lm_head)
@@ -68,7 +68,7 @@ def test_only_what_is_missed_is_trained(
     for a training one of the same number."""
     task = make_task(tiny_run.read("draft_model", settings), ends)
     heldout = FeatureStore.open(folder / "features" / "heldout")
-    batches = [collate(store, [0, 1, 2], one_row=True), collate(heldout, [0, 1, 2], one_row=True)]
+    batches = [collate(store, [0, 1, 2]), collate(heldout, [0, 1, 2])]
     after = {"after": [settings["draft_model"]]}
     model = TargetModel.from_pretrained(settings["draft_model"], "float32", "cpu")
     options = {"plain": after, "none kept": after | {"keep": 0.0}, "some": after | {"keep": 0.5}}

@@ -99,7 +99,7 @@ def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> 
     """Catches an adapter behind another layer than it was trained for, and one that is not what was published."""
     weights = written(exported("kangaroo", target, tmp_path))[1]
     source = release(tmp_path / "released", released_config(target), weights, pickled=True)
-    with pytest.raises(ValueError, match="its files do not say behind which layer .* give --exit-layer N"):
+    with pytest.raises(ValueError, match="does not say its exit layer: give --exit-layer N"):
         convert(source, target.name, tmp_path / "ours")
     with pytest.raises(ValueError, match="--exit-layer must be between 1 and 3, the layers of .* less one, found 4"):
         convert(source, target.name, tmp_path / "ours", exit_layer=4)
@@ -144,10 +144,10 @@ def test_an_embedding_of_its_own(target: TargetModel, tmp_path: Path) -> None:
         convert(source, target.name, tmp_path / str(dtype))
     other = eagle_weights(target, None)
     other["embed_tokens.weight"][20, 3] += 0.25
-    with pytest.raises(ValueError, match=r"they are up to 0\.25 apart \(token 20\), and rounding explains .*--target"):
+    with pytest.raises(ValueError, match=r"they are up to 0\.25 apart, more than rounding explains.*--target"):
         convert(release(tmp_path / "released", config, other), target.name, tmp_path / "out")
     other["embed_tokens.weight"][20, 3] = torch.nan
-    with pytest.raises(ValueError, match=r"\(token 20\)"):
+    with pytest.raises(ValueError, match="up to inf apart"):
         convert(release(tmp_path / "released", config, other), target.name, tmp_path / "out")
     other["embed_tokens.weight"] = other["embed_tokens.weight"][:90].clone()
     with pytest.raises(ValueError, match=r"embed_tokens.weight is \[90, 48\] in float32, and .* is \[97, 48\]"):
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda config, weights: weights.update({"norm.weight": weights[Q][0].clone()}),
         "unexpected weights: norm",
     ),
-    "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give the model that it was"),
+    "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give its own: --target"),
     "EAGLE-3": (lambda config, weights: renamed(weights, "midlayer.", d2t=torch.zeros(3)), "is an EAGLE-3 head"),
     "a model": (
         lambda config, weights: renamed(weights, "model."),

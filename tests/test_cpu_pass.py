@@ -1,6 +1,5 @@
 """A pass of an EAGLE head in one call against the same pass by torch's operations and our other kernels."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from drafters import TargetModel, generate
 from drafters.config import UNSHIFTED
-from drafters.drafting.passes import Level, Nodes, OneCallPasses
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DraftHead
 from drafters.model.rows import Rows
@@ -32,29 +30,6 @@ def drafter_of(name: str, bias: bool = False, **options: Any) -> EagleDrafter:
         weights.data.normal_(std=0.15) if weights.dim() == 2 else weights.data.uniform_(0.5, 1.5)
     head.register_buffer(DRAFT_IDS, torch.randperm(97)[:60].int())
     return EagleDrafter(target, head, EagleOptions(**options))
-
-
-class TorchPasses:
-    """The same passes by torch's operations."""
-
-    def __init__(self, predicted: Tensor, extend: Callable[[Tensor, Tensor, Rows], Tensor], head: DraftHead) -> None:
-        self._predicted, self._extend, self._head = predicted, extend, head
-
-    def first(self, ranks: int) -> Level:
-        found = self._head(self._predicted)[0].float().softmax(-1).topk(min(ranks, self._head.width), dim=-1)
-        return Level(found.indices.tolist(), self._head.tokens(found.indices).tolist(), found.values.tolist())
-
-    def further(self, nodes: Nodes, ranks: int, below: list[int]) -> Level:
-        device, rows, before = self._predicted.device, Rows(offset=nodes.before), nodes.before
-        if not nodes.is_chain:
-            see = torch.zeros(1, len(nodes.tokens), len(nodes.seen), dtype=torch.bool)
-            for row, others in enumerate(nodes.seen[before:]):
-                see[0, row, others] = True
-            depths = torch.tensor([[len(others) - 1 for others in nodes.seen]], device=device)
-            rows = Rows(see.to(device), depths, before)
-        parents, places = (torch.tensor(part, device=device) for part in (nodes.parents, below))
-        self._predicted = self._extend(self._predicted[:, parents], places[None], rows)
-        return self.first(ranks)
 
 
 # What a draft goes on from, level by level: nodes of the level before, and which of those gone on from each sees.
@@ -82,7 +57,8 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
     a bias left out, rows of the cache written elsewhere, and candidates that are not the likeliest."""
     drafter = drafter_of(name, **options)
     target, head, behind = drafter.target, drafter.lm_head, 21
-    assert drafter._one_call is not None
+    run = drafter._one_call
+    assert run is not None
     generator = torch.Generator().manual_seed(rows)
     features = torch.randn(1, behind + rows, target.hidden_size, generator=generator).bfloat16()
     tokens = torch.randint(0, 97, (1, behind + rows), generator=generator)
@@ -92,40 +68,39 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
         drafter._extend(features[:, :behind], tokens[:, :behind])
         cache.commit_first([behind])
     head.read([tokens[0].tolist()])
-    predicted = drafter._extend(features[:, behind:], tokens[:, behind:])[:, -1:]
-    caches[0].commit_first([rows])
-    logits: list[Tensor] = []
-
-    def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        logits.append(drafter._extend(features, head.tokens(places), rows))
-        return logits[-1]
-
-    theirs = TorchPasses(predicted, extend, head)
-    ours = OneCallPasses(drafter._one_call, head, features[0, behind:], tokens[0, behind:].tolist(), caches[1])
-    one, other = theirs.first(RANKS), ours.first(RANKS)
+    theirs = drafter._extend(features[:, behind:], tokens[:, behind:])[:, -1:]
+    ours, *found = run(features[0, behind:], range(rows), tokens[0, behind:].tolist(), caches[1], RANKS, judged=1)
+    ours = ours[-1:]
+    for cache in caches:
+        cache.commit_first([rows])
     seen: list[list[int]] = []
     for parents, new in LEVELS:
-        same(one, other)
-        seen = seen + new
+        likeliest(head, theirs, *found)
         ranks = [parents[:number].count(parent) for number, parent in enumerate(parents)]
-        places, names = ([part[p][r] for p, r in zip(parents, ranks, strict=True)] for part in (one.places, one.tokens))
-        nodes = Nodes(parents, names, seen)
-        one, other = theirs.further(nodes, RANKS, places), ours.further(nodes, RANKS)
-        assert torch.equal(theirs._predicted[0], ours._features)
-    same(one, other)
+        given = head.named([found[0][p][r] for p, r in zip(parents, ranks, strict=True)])
+        before, seen = len(seen), seen + new
+        see = torch.zeros(1, len(new), len(seen), dtype=torch.bool)
+        for row, others in enumerate(new):
+            see[0, row, others] = True
+        depths = torch.tensor([[len(others) - 1 for others in seen]])
+        alone = len(new) == 1
+        theirs = drafter._extend(
+            theirs[:, parents], torch.tensor([given]), Rows(offset=before) if alone else Rows(see, depths, before)
+        )
+        ours, *found = run(ours, parents, given, caches[1], RANKS, None if alone else new, before)
+        assert torch.equal(theirs[0], ours)
+    likeliest(head, theirs, *found)
     end = behind + rows + len(seen)
     for a, b in zip(*(cache.layer(0) for cache in caches), strict=True):
         assert torch.equal(a[:, :, :end], b[:, :, :end])
 
 
-def same(one: Level, other: Level) -> None:
-    """Of equally likely candidates any may come first."""
-    for theirs, ours, names in zip(one.probabilities, other.probabilities, other.tokens, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4) and ours == sorted(ours, reverse=True)
-        assert len(set(names)) == len(names) == RANKS
-    for theirs, ours, shares in zip(one.tokens, other.tokens, one.probabilities, strict=True):
-        different = [rank for rank, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]]
-        assert all(shares.count(shares[rank]) > 1 or rank == RANKS - 1 for rank in different)
+def likeliest(head: DraftHead, features: Tensor, places: list[list[int]], probabilities: list[list[float]]) -> None:
+    """The places and probabilities are the largest of the head's; of equally likely ones any may come first."""
+    expected = head(features)[0].float().softmax(-1)
+    assert all(len(set(row)) == RANKS for row in places)
+    for found in (torch.tensor(probabilities), expected.gather(1, torch.tensor(places))):
+        torch.testing.assert_close(found, expected.topk(RANKS).values, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tree", ["auto", "chain", "static"])

@@ -10,7 +10,7 @@ import pytest
 from programs import refused
 
 from data_prep.dialogues.reader import Dialogue, DroppedError, ReadCounts, check_source, parse_record, read_dialogues
-from data_prep.dialogues.sharegpt import record as written_record
+from data_prep.dialogues.reader import record as written_record
 
 
 def turns(*pairs: tuple[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_a_resumed_run_samples_what_the_first_would(settings: dict[str, Any], tm
 
 def test_what_on_policy_needs(settings: dict[str, Any]) -> None:
     """A run that finds out at its first step that there is no target, or resumes with other answers."""
-    with pytest.raises(ValueError, match="on_policy needs the target beside the training"):
+    with pytest.raises(ValueError, match="on_policy needs features: online"):
         tiny_run.read("draft_model", {**settings, "features": "store", "data": None})
-    with pytest.raises(ValueError, match=r"save_every is 3, and on_policy.every 2"):
+    with pytest.raises(ValueError, match=r"save_every is 3, no multiple of on_policy.every: 2"):
         tiny_run.read("draft_model", settings | {"save_every": 3})

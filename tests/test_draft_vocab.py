@@ -18,7 +18,7 @@ from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
 from train import draft_vocab
 from train.core.losses import Pairs
 from train.core.task import make_task
-from train.data.frequency import count_answers, most_frequent
+from train.data.draft_vocab import count_answers, most_frequent
 from train.run.files import read_metrics
 from train.watch.flops import training_cost
 

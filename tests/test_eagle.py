@@ -159,6 +159,17 @@ def test_inputs_are_kept_with_the_head(inputs: HeadInputs, tmp_path: Path) -> No
     assert torch.equal(generate(target, drafter, [prompt(8)], max_new_tokens=12).tokens, plain.tokens)
 
 
+def test_options_that_the_tree_does_not_read(tmp_path: Path) -> None:
+    """Catches paths and depths that a user gives and that change nothing; those of a checkpoint are its own tree's."""
+    target = target_of("llama")
+    eagle(target, None, "chain", depth=2).save_pretrained(tmp_path)
+    assert load_drafter(str(tmp_path), target, tree="static").max_draft == 25
+    with pytest.raises(ValueError, match="paths is given, and tree=chain does not read it"):
+        load_drafter(str(tmp_path), target, paths=[[0]])
+    with pytest.raises(ValueError, match="depth is given, and tree=static does not read it"):
+        make_drafter("eagle", target, checkpoint=str(tmp_path), tree="static", depth=3)
+
+
 def test_features_taken_in_are_true() -> None:
     """Catches predicted features kept after verification: the head would drift the further the better it drafts."""
     target = target_of("llama")
@@ -167,7 +178,7 @@ def test_features_taken_in_are_true() -> None:
 
     def checked(state, draft, output, verdict) -> None:  # noqa: ANN001
         observe(state, draft, output, verdict)
-        features, _ = drafter._pending.all()
+        features = drafter._pending.features
         count = features.shape[1]
         accepted.append(count)
         known = state.tokens[0]

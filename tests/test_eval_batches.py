@@ -19,7 +19,7 @@ import eval.speed
 import eval.sweep
 import eval.tune
 from drafters.base import Expected
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
 from eval.prompts.config import PromptsConfig

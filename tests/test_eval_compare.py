@@ -15,8 +15,8 @@ from eval import compare
 from eval.figures import paired
 from eval.measure.journal import RUN_FIELDS, run_from_line
 from eval.report.by_prompt import as_csv, by_prompt
-from eval.report.compare import compare as compared
-from eval.report.pairs import Read
+from eval.report.compare import compare as compare_tables
+from eval.report.pairs import Read, from_csv
 
 NAMES = ["a", "b"]
 PROMPTS = 24
@@ -50,6 +50,17 @@ def report(seed: int, slower: float = 1.0, prompts: int = PROMPTS, noise: float 
     row = {"temperature": 0.0, "batch": 1, "lossless": True, "speedup_ci": None} | dict.fromkeys(FIGURES, 1.0)
     rows = [{"drafter": method, **row} for method in METHODS]
     return {"environment": environment, "rows": rows, "baseline": {"temperatures": [{"temperature": 0.0}]}}, lines
+
+
+def tabled(of: Read) -> Read:
+    """A report with its table of prompts instead of its journal."""
+    found, lines = of
+    runs = [(line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in lines]
+    return found, by_prompt(runs, "autoregressive")
+
+
+def compared(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
+    return compare_tables(tabled(a), tabled(b), names)
 
 
 @pytest.fixture
@@ -112,23 +123,18 @@ def test_what_differs_is_said_and_not_compared() -> None:
         compared(a, b, NAMES)
 
 
-def test_the_table_of_prompts_is_as_good_as_the_journal(quick: None) -> None:
-    """Catches a committed report that cannot be compared, columns mixed up on the way, and rounds lost: of three the
-    one with the median ratio counts."""
-    a, b = report(0), report(1, slower=1.1)
-    for lines, generator in ((a[1], np.random.default_rng(7)), (b[1], np.random.default_rng(8))):
-        for line in list(lines):
-            for number in (1, 2):
-                lines.append(
-                    line | {"round": number, "decode_seconds": line["decode_seconds"] * generator.uniform(1, 2)}
-                )
-    tables = []
-    for found, lines in (a, b):
-        runs = [(line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in lines]
-        tables.append((found, as_csv(by_prompt(runs, "autoregressive"))))
-    assert compared(*tables, NAMES) == compared(a, b, NAMES)
+def test_the_table_of_prompts_is_read_as_written(quick: None) -> None:
+    """Catches columns mixed up on the way, and rounds lost: of three the one with the median ratio counts."""
+    (found, lines), generator = report(0), np.random.default_rng(7)
+    for line in list(lines):
+        for number in (1, 2):
+            lines.append(line | {"round": number, "decode_seconds": line["decode_seconds"] * generator.uniform(1, 2)})
+    table = tabled((found, lines))[1]
+    assert len(table) == PROMPTS * len(METHODS)
+    assert from_csv(as_csv(table)) == table
+    assert any(line["seconds"] != line["pair_seconds"] for line in table)
     with pytest.raises(ValueError, match="its head is"):
-        compared(a, (b[0], "a,b\n1,2\n"), NAMES)
+        from_csv("a,b\n1,2\n")
 
 
 def test_p_values_and_intervals_by_enumeration() -> None:
@@ -171,17 +177,16 @@ def test_holm_worked_by_hand() -> None:
 
 
 def test_the_program(tmp_path: Path) -> None:
-    """Catches a page without the change, or written over the first report's, and a report without its journal."""
+    """Catches a page without the change, or written over the first report's, and a report without its table."""
     for name, (found, lines) in (("a", report(0)), ("b", report(1, slower=1.1))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "report.json").write_text(json.dumps(found))
-        journal = [{"environment": {}}, *lines]
-        (tmp_path / name / "measurements.jsonl").write_text("".join(json.dumps(line) + "\n" for line in journal))
+        (tmp_path / name / "prompts.csv").write_text(as_csv(tabled((found, lines))[1]))
     assert status(compare.main, tmp_path / "a", tmp_path / "b" / "report.json") == 0
     page = (tmp_path / "b" / "compare.md").read_text()
     assert "- autoregressive, T = 0: tokens/s " in page and "the loop for all methods; not tested" in page
     assert "- eagle, T = 0: speedup -" in page and "| **changed** |" in page and "python -m eval.compare" in page
     assert not (tmp_path / "a" / "compare.md").exists()
-    (tmp_path / "a" / "measurements.jsonl").unlink()
-    with pytest.raises(ValueError, match="there is no .*measurements.jsonl; give the folders of two reports"):
+    (tmp_path / "a" / "prompts.csv").unlink()
+    with pytest.raises(ValueError, match="there is no .*prompts.csv; give the folders of two reports"):
         compare.main([str(tmp_path / "a"), str(tmp_path / "b")])

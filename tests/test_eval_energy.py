@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from drafters.common.energy import EnergyMeter, Rapl, integrate
+from drafters.common.energy import EnergyMeter, Rapl
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -27,14 +27,13 @@ class NVMLError(Exception):
 
 
 class FakeNvml(ModuleType):
-    """Told what its GPU answers; a GPU without a counter raises, as NVML does."""
+    """Told what its GPU answers."""
 
     NVMLError = NVMLError
 
-    def __init__(self, millijoules: list[int] | None = None, milliwatts: list[int] | None = None) -> None:
+    def __init__(self, millijoules: list[int]) -> None:
         super().__init__("pynvml")
-        self.energy, self.power = iter(millijoules or []), iter(milliwatts or [])
-        self.has_energy, self.has_power = millijoules is not None, milliwatts is not None
+        self.energy = iter(millijoules)
         self.asked_for: list[str] = []
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -45,14 +44,7 @@ class FakeNvml(ModuleType):
         return "handle"
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
-        if not self.has_energy:
-            raise NVMLError("Not Supported")
         return next(self.energy)
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        if not self.has_power:
-            raise NVMLError("Not Supported")
-        return next(self.power)
 
 
 @pytest.fixture
@@ -127,9 +119,3 @@ def test_a_gpu_is_read_by_its_uuid_and_the_cpu_beside_it(
         file.write_text("400000")
     assert nvml.asked_for == ["GPU-1234-ab"]
     assert (reading.device, reading.host) == (2.5, pytest.approx(0.4))
-
-
-def test_trapezia() -> None:
-    """Catches samples taken as steps, or at even distances; by hand: 1 s from 10 W to 30 W, then 3 s at 30 W."""
-    assert integrate([(5.0, 10.0), (6.0, 30.0), (9.0, 30.0)]) == 20.0 + 90.0
-    assert integrate([(5.0, 10.0)]) == 0.0

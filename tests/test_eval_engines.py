@@ -140,11 +140,14 @@ def test_a_worker_that_fails_says_why(simple: Callable[..., Worker], tmp_path: P
 
 def test_workers_need_nothing_of_ours() -> None:
     """Catches a worker that imports torch, pydantic or the library at its start: an engine's environment has others."""
-    allowed = set(sys.stdlib_module_names) | {"eval"}
-    for file in sorted(Path(str(eval.engine_workers.__file__)).parent.glob("*.py")):
+    allowed, shared = set(sys.stdlib_module_names) | {"eval", "data_prep"}, "data_prep.common.other_python"
+    workers = sorted(Path(str(eval.engine_workers.__file__)).parent.glob("*.py"))
+    for file in (*workers, ROOT / f"{shared.replace('.', '/')}.py"):
         for node in ast.parse(file.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, file.name
-            assert all(name.startswith("eval.engine_workers") for name in names if name.startswith("eval"))
-    assert len(ast.parse((ROOT / "eval" / "__init__.py").read_text()).body) == 1  # it is imported on the way
+            own = [name for name in names if name.startswith(("eval", "data_prep"))]
+            assert all(name.startswith(("eval.engine_workers", shared)) for name in own)
+    for package in ("eval", "data_prep", "data_prep/common"):  # they are imported on the way
+        assert len(ast.parse((ROOT / package / "__init__.py").read_text()).body) == 1

@@ -17,7 +17,7 @@ from tiny import build
 import eval.pages
 import eval.speed
 from data_prep.dialogues.encoding import load_tokenizer
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.measure.runner import Outcome, Run
 from eval.prompts.prompts import Prompt
 from eval.report.html import html

@@ -11,7 +11,7 @@ from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
 from drafters.base import Expected
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.entries import STOCK
 from eval.figures.divergence import TOLERANCE, find_divergences
 from eval.figures.metrics import (
@@ -266,8 +266,7 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
     best, worst = int(logits.argmax()), int(logits.argmin())
 
     def diverge(token: int) -> tuple[bool, float | None]:
-        other = [placed(Outcome([token, 7], 0, 1), 0, 1)]
-        (found,) = find_divergences(Scores(target, [ids]), [[best, 7]], ["p"], [other])
+        (found,) = find_divergences(Scores(target, [ids]), [[best, 7]], ["p"], {0: [token, 7]})
         assert found.position == 0
         assert found.margin == pytest.approx((logits.topk(2).values[0] - logits.topk(2).values[1]).item(), abs=0.1)
         return found.accepted, found.gap
@@ -301,8 +300,8 @@ def test_only_a_tie_with_the_tokens_taken_explains_a_divergence() -> None:
     target = TargetModel(model)
     logits = target.lm_head(feature).float()
     pairs = list(itertools.permutations([*ranks[:8], ranks[-1]], 2))
-    count, rounds = len(pairs), [[placed(Outcome([other, 7], 0, 1), 0, 1)] for _, other in pairs]
-    found = find_divergences(Scores(target, [ids] * count), [[one, 7] for one, _ in pairs], ["p"] * count, rounds)
+    count, others = len(pairs), {n: [other, 7] for n, (_, other) in enumerate(pairs)}
+    found = find_divergences(Scores(target, [ids] * count), [[one, 7] for one, _ in pairs], ["p"] * count, others)
     tolerance = TOLERANCE[torch.bfloat16] * logits.abs().max()
     expected = [bool(logits.max() - logits[list(pair)].min() < tolerance) for pair in pairs]
     assert [one.accepted for one in found] == expected and 6 <= sum(expected) < count / 2

@@ -90,7 +90,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
             raise MeasurementError("out of memory")
         return plain(one, *arguments)
 
-    monkeypatch.setattr("eval.report.speed.measure_and_report", counted)
+    monkeypatch.setattr("eval.report.sweep.measure_and_report", counted)
     fail = True
     assert run(config, tmp_path) == 1
     fail = False

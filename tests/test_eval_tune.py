@@ -130,7 +130,7 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
     (tmp_path / "out" / "2-window" / "report.json").unlink()
     seen: list[str] = []
     measuring = lambda one, *rest: (seen.append(one.out.name), measure_and_report(one, *rest))[1]  # noqa: E731
-    monkeypatch.setattr("eval.report.speed.measure_and_report", measuring)
+    monkeypatch.setattr("eval.report.tune.measure_and_report", measuring)
     assert run(config, tmp_path) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert seen == ["2-window"] and again["stages"][0] == first["stages"][0]

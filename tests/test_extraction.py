@@ -14,7 +14,7 @@ from fake_extraction import Fake
 from test_features import run, write_config
 
 from data_prep.extraction import process, stores, worker
-from data_prep.extraction.job import Job
+from data_prep.extraction.shards import Job
 from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
 

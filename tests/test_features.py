@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -10,7 +11,6 @@ import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny_run
@@ -18,14 +18,12 @@ import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, DATED, byte_level, chatml, dialogue, pretend_today
 from programs import refused
-from transformers import AutoTokenizer
 
 from data_prep import features
 from data_prep.common import disk
 from data_prep.common import target as loading
-from data_prep.dialogues import loss_mask
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
-from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
+from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.extraction.dump import FORWARD_COST, plan_batches
 from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
@@ -162,28 +160,6 @@ def test_a_tokenizer_of_another_model(tmp_path, target_folder):
         run(write_config(tmp_path, other))
 
 
-def test_an_answer_of_megabytes_is_not_read_to_its_end(tmp_path, target_folder):
-    """Catches minutes of tokenizing for one endless line, and other tokens than those of the whole text."""
-    chat = ChatTokenizer(AutoTokenizer.from_pretrained(target_folder), "tiny")
-    endless = {"conversations": [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": "on and on " * 10_000}]}
-    asked = {"conversations": [{"from": "human", "value": "on and on " * 10_000}, {"from": "gpt", "value": "Yes."}]}
-    file = write_data(tmp_path / "data.jsonl", 2, extra=[json.dumps(endless), json.dumps(asked)])
-    with mock.patch.object(ChatTokenizer, "_tokenize", autospec=True, side_effect=ChatTokenizer._tokenize) as called:
-        split = encode_split(str(file), chat, 64)
-    assert all(len(rendered.text) < 20_000 for call in called.call_args_list for rendered in call.args[1])
-    with mock.patch.object(loss_mask, "LONGEST_TOKEN", 1 << 30):
-        whole = encode_split(str(file), chat, 64)
-    assert split.counts == whole.counts
-    assert split.counts.dropped == {"no_response_left": 1}
-    for ours, theirs in zip(split.dialogues, whole.dialogues, strict=True):
-        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
-        assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
-    short = lambda self, characters: RenderedDialogue(self.text[:9], [])  # noqa: E731
-    with mock.patch.object(RenderedDialogue, "beginning", short):  # as if tokens were longer than that: all is needed
-        again = encode_split(str(file), chat, 64)
-    assert [one.input_ids.tolist() for one in again.dialogues] == [one.input_ids.tolist() for one in whole.dialogues]
-
-
 def test_a_template_that_hangs_on_an_answers_end(tmp_path):
     """Catches a long answer cut before the template saw where the thoughts end that it leaves out: they are trained."""
     template = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
@@ -232,7 +208,7 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path, target_folder, capsys)
     capsys.readouterr()
     run(config)
     resumed = capsys.readouterr().out
-    assert f"process {process.pid} on" in resumed and "died here; continuing after its" in resumed
+    assert re.search(r"continuing after \d+ shards", resumed)
     assert first.stat().st_mtime_ns == written
     run(config, f"out={tmp_path / 'whole'}")
     for split in ("train", "heldout"):

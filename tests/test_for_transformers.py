@@ -265,7 +265,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     lossy = make_drafter("bild", drafter.target, draft_model=drafter.target)
     cases: list[tuple[dict[str, Any], str]] = [
         (row | {"num_beams": 2}, "found num_beams=2; .*drop num_beams"),
-        (row | {"guidance_scale": 1.5}, "guidance runs the model once more a token"),
+        (row | {"guidance_scale": 1.5}, "found guidance_scale=1.5"),
         (row | {"past_key_values": None, "position_ids": torch.arange(9)[None] + 1}, "position_ids other than"),
         (batch, "tokenizer.padding_side='left'"),
         (padded() | {"eos_token_id": None, "stopping_criteria": [Ends(3)], "pad_token_id": 2}, "give eos_token_id"),

@@ -21,7 +21,7 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
-from drafters.layouts.serving import serving
+from drafters.layouts.export import serving
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import Lora
 from train.core.lora import save_adapter, with_lora
@@ -340,8 +340,8 @@ def test_errors_are_one_clear_line(
     monkeypatch.chdir(tmp_path)
     missing = refusal(load_checkpoint, "user/none")
     assert missing.startswith(f"no drafter 'user/none': there is no folder {tmp_path / 'user' / 'none'}")
-    assert "no Hub repository of that name" in missing
-    assert "not a Hub repository name" in refusal(push_to_hub, saved, "user/a/b")
+    assert "no such Hub repository" in missing
+    assert "no Hub repository name" in refusal(push_to_hub, saved, "user/a/b")
     (saved / "model.safetensors").rename(tmp_path / "model.safetensors")
     assert "holds no model.safetensors" in refusal(push_to_hub, saved, "user/d")
     (tmp_path / "model.safetensors").rename(saved / "model.safetensors")

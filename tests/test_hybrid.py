@@ -242,9 +242,9 @@ def test_from_a_config_and_what_is_refused() -> None:
     made = make_drafter("hybrid", target, head=model)
     assert isinstance(made, HybridDrafter) and made.lookup.name == "prompt_lookup" and made.max_draft == 16
     assert made.remembers and not make_drafter("hybrid", target, head=model | {"gamma": 3}, match=4).remembers
-    with pytest.raises(ValueError, match="'lookahead', which has to draft every step itself"):
+    with pytest.raises(ValueError, match="'lookahead' must draft every step"):
         make_drafter("hybrid", target, head={"drafter": "lookahead"})
-    with pytest.raises(ValueError, match="'speculative' of a fixed shape"):
+    with pytest.raises(ValueError, match="'speculative' has a fixed shape"):
         make_drafter("hybrid", target, head=model | {"gamma": 3})
     with pytest.raises(ValueError, match="'speculative', which does not copy"):
         make_drafter("hybrid", target, head=model, lookup=model)

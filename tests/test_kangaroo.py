@@ -123,7 +123,7 @@ def test_an_adapter_with_an_mlp_and_a_tree_is_saved_and_loaded(tmp_path: Path) -
     assert sum(weights.numel() for weights in drafter.module.parameters()) == plain + mlp + target.hidden_size
     drafter.save_pretrained(tmp_path)
     again = load_drafter(str(tmp_path), target)
-    assert isinstance(again, KangarooDrafter) and (again.ffn, again.paths) == (True, TREE)
+    assert isinstance(again, KangarooDrafter) and (again.given.ffn, again.given.paths) == (True, TREE)
     given = {"max_new_tokens": 8, "eos_token_id": NO_EOS}
     one, other = (generate(target, which, [prompt(6)], **given) for which in (drafter, again))
     assert one.trace.steps == other.trace.steps and torch.equal(one.tokens, other.tokens)

@@ -19,10 +19,9 @@ from drafters.methods.lookahead import LookaheadDrafter
 
 
 def state_of(target: TargetModel, tokens: list[int], eos: frozenset[int] = frozenset(), new: int = 99) -> DecodeState:
-    sampling, generator = Sampling(), torch.Generator()
-    return DecodeState(
-        target, target.new_cache(1, 4), [tokens], [len(tokens) - 1], sampling, generator, new, eos, [False]
-    )
+    state = DecodeState(target, [tokens], 4, new, Sampling(), torch.Generator(), eos)
+    state.prompt_lengths = [len(tokens) - 1]
+    return state
 
 
 def said(*tokens: int) -> FeatureOutput:

@@ -27,13 +27,13 @@ from programs import refused
 
 from data_prep import magpie, regenerate
 from data_prep.answers import questions as work
+from data_prep.answers.finished import kept
 from data_prep.answers.journal import AnswerJournal, Turn, read_journals
 from data_prep.answers.questions import Asked
 from data_prep.common.ranks import Rank
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import ReadCounts, read_dialogues
-from data_prep.dialogues.sharegpt import same_question
+from data_prep.dialogues.reader import ReadCounts, read_dialogues, same_question
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 
@@ -182,7 +182,7 @@ def test_a_killed_run_goes_on_with_other_draws(target_folder, tmp_path, monkeypa
         run(config)
     monkeypatch.setattr(AnswerJournal, "write", write)
     before = [turn.answer for turn in calls[0].turns + calls[1].turns if turn.answer is not None]
-    assert before and work.kept(load_config(MagpieConfig, config, [])).startswith(f"{len(before)} quest")
+    assert before and kept(load_config(MagpieConfig, config, []).out, "question").startswith(f"{len(before)} quest")
     questions = run(config)
     assert questions[: len(before)] == before and len(questions) == 24
     assert len(set(questions[len(before) :])) == 24 - len(before)

@@ -121,7 +121,7 @@ def verdict(
         p[0, (beam + 1) * length, 59] = 0.0
         p[0, (beam + 1) * length, 20:40] = (1 - known) / 20
         p[0, (beam + 1) * length, token] = known
-    found = JointMaximum(frozenset(eos))(draft, p.log(), draft.ancestors(), Sampling())
+    found = JointMaximum(frozenset(eos))(draft, p.log(), draft.ancestors(), Sampling(), None)
     return found.rows[0], found.tokens[0]
 
 

@@ -56,7 +56,7 @@ def verdict(
         after[0, i, i], after[0, i, 30 + i] = known, 1 - known
     draft = DraftTree.chain(torch.arange(n)[None], valid=None if valid is None else torch.tensor([valid]))
     draft.extra.log_q = torch.tensor([q]).log()
-    found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling())
+    found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling(), None)
     assert found.rows[0] == list(range(len(found.tokens[0])))
     return found.tokens[0]
 
@@ -115,17 +115,8 @@ def test_long_drafts_do_not_underflow() -> None:
 def state_of(
     target: TargetModel, ids: list[int], temperature: float = 0.0, eos: tuple[int, ...] = (), **warps: float
 ) -> DecodeState:
-    return DecodeState(
-        target=target,
-        cache=target.new_cache(1, 32),
-        tokens=[list(ids)],
-        prompt_lengths=[len(ids)],
-        sampling=Sampling(temperature, **warps),  # type: ignore[arg-type]
-        generator=torch.Generator().manual_seed(0),
-        max_new_tokens=20,
-        eos=frozenset(eos),
-        finished=[False],
-    )
+    sampling, generator = Sampling(temperature, **warps), torch.Generator().manual_seed(0)  # type: ignore[arg-type]
+    return DecodeState(target, [list(ids)], 32, 20, sampling, generator, frozenset(eos))
 
 
 def log_likelihood(model: TargetModel, ids: list[int], tail: list[int], warp: Sampling | None = None) -> torch.Tensor:

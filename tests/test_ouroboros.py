@@ -156,19 +156,18 @@ def test_pool_merges_prefixes_and_is_bounded() -> None:
 
 def test_trie_merges_and_stops() -> None:
     """Catches shared prefixes verified twice, and nodes behind an EOS inside a phrase."""
-    trie = Trie.of([(1, 2, 3), (1, 4), (1, 2, 0, 7), (0, 5)], longest=4, stop=frozenset([0]))
+    trie = Trie([(1, 2, 3), (1, 4), (1, 2, 0, 7), (0, 5)], longest=4, stop=frozenset([0]))
     assert trie.tokens == [1, 2, 3, 4, 0, 0] and trie.parents == [-1, 0, 1, 0, 1, -1]
     assert trie.paths == [[0, 1, 2], [0, 3], [0, 1, 4], [5]]
     assert trie.children[(1, 0)] == 4 and (0, 3) not in trie.children
-    assert Trie.of([(1, 2)], longest=0).tokens == [] and Trie.of([(1, 2)], longest=1).tokens == [1]
+    assert Trie([(1, 2)], longest=0).tokens == [] and Trie([(1, 2)], longest=1).tokens == [1]
 
 
 # Phrases from verification (section 3.3).
 
 
 def state_of(target: TargetModel, eos: frozenset[int] = frozenset()) -> DecodeState:
-    sampling, generator = Sampling(), torch.Generator()
-    return DecodeState(target, target.new_cache(1, 4), [[1]], [1], sampling, generator, 99, eos, [False])
+    return DecodeState(target, [[1]], 4, 99, Sampling(), torch.Generator(), eos)
 
 
 def test_agreements_of_a_rejected_draft() -> None:
@@ -192,7 +191,7 @@ def test_corrections_of_phrases_not_chosen() -> None:
     for tail in ((9, 1), (6, 8), (6, 7)):
         drafter.pool.add(5, tail)
     drafter._drafted, drafter._tails = [4, 5], drafter.pool.get(5, 3)
-    drafter._trie = Trie.of(drafter._tails, 9)
+    drafter._trie = Trie(drafter._tails, 9)
     assert drafter._trie.tokens == [6, 7, 8, 9, 1]
     choice = [4, 5, 6, 8, 77, 55, 3, 44]
     drafter._learn_corrections([2, 4], choice, state_of(drafter.target))

@@ -61,11 +61,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", "./none", "--drafter", "none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "./none"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
-        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "should be a finite number"),
     ],
     "drafters.hub": [
         (["push", "./none", "user/d"], "no folder none; save the drafter first"),
-        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is not a Hub repository name like 'user/my-"),
+        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is no Hub repository name like 'user/my-"),
     ],
     "drafters.export": [
         (["./none", "--to", "vllm", "--out", "x"], "there is no folder ./none"),
@@ -90,7 +90,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.lossless": [
         ([], "give --target and --drafter, or --config"),
         (["--target", TARGET, "--drafter", "ouroborus"], "did you mean 'ouroboros'"),
-        (["--target", TARGET, "--drafter", "./none"], "there is no none/config.json; give a method or the folder"),
+        (["--target", TARGET, "--drafter", "./none"], "./none is no folder of a trained drafter .FileNotFound"),
         (["--target", "./none", "--drafter", "lookahead"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "lookahead", "prompts.file=none.jsonl"], "no prompt file"),
     ],
@@ -143,7 +143,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "train/draft_model.py": [
         (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),
-        (["loss_vocab=8"], "loss_vocab is 8, and the draft model's LM head is trained.* set freeze_ends=true"),
+        (["loss_vocab=8"], "loss_vocab is 8, and the LM head is trained; set freeze_ends=true"),
         (["draft_vocab=8"], "draft_vocab is 8, .* python -m train.draft_vocab"),
         (["zero_stage=3"], "zero_stage is 3, .* set 0, 1 or 2"),
     ],

@@ -114,17 +114,8 @@ def test_index_equals_a_scan(shortest: int, longest: int, least: int) -> None:
 def test_rows_of_different_length() -> None:
     """Catches padding handed over as drafted tokens, and drafts for rows that are finished or have no room."""
     target, tokens = toy(), [[2, 3, 4, 2], [3, 4, 2], [4, 3, 4], [2, 3, 2], [3, 2, 4, 3]]
-    state = DecodeState(
-        target=target,
-        cache=target.new_cache(5, 8),
-        tokens=tokens,
-        prompt_lengths=[3, 2, 2, 2, 1],
-        sampling=Sampling(),
-        generator=torch.Generator(),
-        max_new_tokens=4,
-        eos=frozenset(),
-        finished=[False, False, False, True, False],
-    )
+    state = DecodeState(target, tokens, 8, 4, Sampling(), torch.Generator(), frozenset())
+    state.prompt_lengths, state.finished = [3, 2, 2, 2, 1], [False, False, False, True, False]
     drafter = PromptLookupDrafter.from_options(target, gamma=3)
     drafter.begin(state, FeatureOutput(torch.zeros(5, 0)))
     draft = drafter.propose(state)

@@ -18,8 +18,8 @@ from test_suffix import places, state_of
 from data_prep import datastore as program
 from drafters import TargetModel, make_drafter
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
-from drafters.drafting.draft_model import vocabulary_facts
 from drafters.drafting.retrieval import BETWEEN, Copy
+from drafters.drafting.token_file import vocabulary_facts
 from drafters.methods.rest import RestDrafter
 
 
@@ -144,7 +144,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     facts = vocabulary_facts("other", target.vocab_size + 1, None)
     other = tmp_path / "o.safetensors"
     save_datastore(other, Datastore.of([[5]]), facts)
-    with pytest.raises(ValueError, match=f"holds texts of other, whose vocabulary has {target.vocab_size + 1} tokens"):
+    with pytest.raises(ValueError, match=f"is of other, whose vocabulary has {target.vocab_size + 1} tokens"):
         load_datastore(str(other), target)
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-4])
     save_file({"x": torch.zeros(2)}, tmp_path / "plain.safetensors")

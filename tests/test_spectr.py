@@ -143,17 +143,8 @@ def test_rule_draws_what_the_enumeration_says() -> None:
 
 
 def state_of(target: TargetModel, ids: list[int], temperature: float, seed: int = 0) -> DecodeState:
-    return DecodeState(
-        target=target,
-        cache=target.new_cache(1, 2000),
-        tokens=[list(ids)],
-        prompt_lengths=[len(ids)],
-        sampling=Sampling(temperature),
-        generator=torch.Generator().manual_seed(seed),
-        max_new_tokens=20,
-        eos=frozenset(),
-        finished=[False],
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return DecodeState(target, [list(ids)], 2000, 20, Sampling(temperature), generator, frozenset())
 
 
 @torch.inference_mode()

@@ -6,8 +6,7 @@ from typing import Any
 
 from programs import refused
 
-from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
-from data_prep.dialogues.sharegpt import unanswered_record
+from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues, unanswered_record
 from data_prep.split import main, split
 
 

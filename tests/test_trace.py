@@ -4,7 +4,7 @@ import pytest
 from conformance import NO_EOS, prompt, target_of
 
 from drafters import generate
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from drafters.methods.autoregressive import AutoregressiveDrafter
 
 

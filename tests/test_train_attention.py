@@ -20,20 +20,18 @@ from train.core.attention import (
     fused_attention,
     use_dialogue_attention,
 )
-from train.data.packing import dialogue_mask
+from train.data.online import dialogue_mask
 
 LENGTHS = [[5, 300, 1], [128, 129], [256]]  # shorter than a block, at its borders, several blocks
-WIDTH = 320
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 
 
-def segments_of(lengths: list[list[int]]) -> Tensor:
-    rows = [[number for number, length in enumerate(row) for _ in range(length)] for row in lengths]
-    return torch.tensor([row + [-1] * (WIDTH - len(row)) for row in rows])
+def segments_of(lengths: list[int]) -> Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
 
 
-def states() -> list[Tensor]:
-    shapes = [(len(LENGTHS), heads, WIDTH, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+def states(width: int) -> list[Tensor]:
+    shapes = [(1, heads, width, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
@@ -42,20 +40,19 @@ def layer() -> Any:
     return SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True, training=True)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("attend", [blocked_attention, fused_attention])
-def test_equals_a_mask(attend: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_a_mask(lengths: list[int], attend: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """A dialogue that sees another or its own future, a wrong scale or head, a gradient that is lost between blocks."""
     monkeypatch.setattr(attention, "blocked_attention", attend)  # the one that a CPU gets
-    query, key, value = states()
-    segments = segments_of(LENGTHS)
-    weight = torch.randn(len(LENGTHS), WIDTH, HEADS, SIZE) * (segments >= 0)[..., None, None]
-    found, _ = dialogue_attention(layer(), query, key, value, Dialogues(LENGTHS), scaling=0.3)
+    query, key, value = states(sum(lengths))
+    weight = torch.randn(1, sum(lengths), HEADS, SIZE)
+    found, _ = dialogue_attention(layer(), query, key, value, Dialogues(lengths), scaling=0.3)
     gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
     wide = [each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value)]
-    mask = dialogue_mask(segments)[:, None]
+    mask = dialogue_mask(segments_of(lengths))[:, None]
     expected = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
-    torch.testing.assert_close(found[segments >= 0], expected[segments >= 0], rtol=1e-5, atol=1e-5)
-    assert not found[segments < 0].any()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     reference = torch.autograd.grad((expected * weight).sum(), (query, key, value))
     for one, other in zip(gradients, reference, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -68,23 +65,21 @@ def test_heads_take_dialogues_and_masks(kind: Any, family: str) -> None:
     torch.manual_seed(0)
     config = tiny.tiny_config(family)
     module = kind(config)
-    lengths = [[20, 7], [30]]
-    segments = torch.tensor([[0] * 20 + [1] * 7 + [-1] * 3, [0] * 30])
-    positions = torch.tensor([[*range(20), *range(7), 0, 0, 0], [*range(30)]])
-    inputs = [torch.randn(2, 30, tiny.HIDDEN_SIZE) for _ in range(2 if kind is EagleHead else 1)]
-    mask = dialogue_mask(segments)[:, None]
+    positions = torch.tensor([[*range(20), *range(7)]])
+    inputs = [torch.randn(1, 27, tiny.HIDDEN_SIZE) for _ in range(2 if kind is EagleHead else 1)]
+    mask = dialogue_mask(segments_of([20, 7]))[:, None]
     masked, causal = module(*inputs, positions, mask), module(*inputs, positions)
     use_dialogue_attention(module, config)
-    found = module(*inputs, positions, Dialogues(lengths))
-    torch.testing.assert_close(found[segments >= 0], masked[segments >= 0], rtol=1e-4, atol=5e-5)  # CPUs differ
-    assert not torch.allclose(found[0, 20:27], causal[0, 20:27], atol=1e-2)
+    found = module(*inputs, positions, Dialogues([20, 7]))
+    torch.testing.assert_close(found, masked, rtol=1e-4, atol=5e-5)  # CPUs differ
+    assert not torch.allclose(found[0, 20:], causal[0, 20:], atol=1e-2)
     assert torch.equal(module(*inputs, positions, mask), masked)
     assert torch.equal(module(*inputs, positions), causal)
 
 
 def test_bf16_is_as_exact_as_the_kernel() -> None:
     """Scores or weights rounded to 8 bits."""
-    query, key, value = (each.detach()[2:, :, :256] for each in states())
+    query, key, value = (each.detach() for each in states(256))
     exact = blocked_attention(layer(), query, key, value)
     errors = [
         (attend(layer(), *(each.bfloat16() for each in (query, key, value))).float() - exact).abs().mean()

@@ -1,5 +1,6 @@
 """train/data/packing.py: batches, packing, ranks, resuming."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,8 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from train.core.attention import Dialogues
 from train.core.runtime import Ranks
-from train.data.packing import (
-    Position,
-    TrainData,
-    collate,
-    collate_or_stand_in,
-    epoch_batches,
-    pack,
-    shift,
-)
+from train.data.online import dialogue_mask
+from train.data.packing import Position, TrainData, collate, collate_or_stand_in, epoch_batches
 
 LENGTHS = tiny_run.LENGTHS["train"]
 CONFIG = tiny_run.read("eagle", tiny_run.settings("none", Path("none"), Path("none")))  # of 64 tokens a batch
@@ -34,15 +28,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
 
 def members(batches: list[list[int]]) -> list[int]:
     return sorted(index for batch in batches for index in batch)
-
-
-def test_pack_fills_rows_without_splitting() -> None:
-    """A dialogue lost, used twice, or cut by a row's end; rows opened while another had room."""
-    rows = pack(LENGTHS)
-    assert members(rows) == list(range(len(LENGTHS)))
-    assert all(sum(LENGTHS[i] for i in row) <= 30 for row in rows)
-    assert len(rows) == 8  # 218 tokens cannot fit in fewer than 8 rows of 30
-    assert pack([5, 3, 2]) == [[0], [1, 2]]  # full to the last token
 
 
 def test_collate_lays_out_what_the_store_holds(store: FeatureStore) -> None:
@@ -61,39 +46,35 @@ def test_collate_lays_out_what_the_store_holds(store: FeatureStore) -> None:
     assert not batch.loss_mask[batch.segments < 0].any()
 
 
-def test_attention_stays_within_a_dialogue(store: FeatureStore) -> None:
+def test_attention_stays_within_a_dialogue() -> None:
     """A packed dialogue that sees the one before it, a token that sees a later one, or a padding row of all False."""
-    batch = collate(store, [3, 0, 1, 2, 6])
-    mask = batch.attention_mask()
-    assert mask is not None
-    for row in range(mask.shape[0]):
-        for query in range(mask.shape[2]):
-            seen = mask[row, 0, query].nonzero().flatten().tolist()
-            same = [k for k in range(query + 1) if batch.segments[row, k] == batch.segments[row, query]]
-            assert seen == same
+    segments = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 1, 1, 2, 2, 2]])
+    mask = dialogue_mask(segments)
+    for row in range(2):
+        for query in range(6):
+            seen = mask[row, query].nonzero().flatten().tolist()
+            assert seen == [k for k in range(query + 1) if segments[row, k] == segments[row, query]]
             assert seen
-    assert collate(store, [3, 5]).attention_mask() is None  # one dialogue a row: plain causal is the same
 
 
 def test_training_rows_have_no_padding(store: FeatureStore) -> None:
     """Dialogues lost on the way into one row, or attention that is given other borders than theirs."""
     chosen = [3, 0, 1, 2, 6]
-    batch = collate(store, chosen, one_row=True)
+    batch = collate(store, chosen)
     assert batch.input_ids.shape == (1, batch.tokens)
-    assert batch.attention() == Dialogues([[LENGTHS[index] for index in chosen]])
-    rows = collate(store, chosen)
-    attention = rows.attention()
-    assert isinstance(attention, Dialogues)
-    for number, lengths in enumerate(attention.lengths):
-        _, counts = rows.segments[number][rows.segments[number] >= 0].unique_consecutive(return_counts=True)
-        assert lengths == counts.tolist()
+    assert batch.attention() == Dialogues([LENGTHS[index] for index in chosen])
+    assert batch.segments[0].unique_consecutive(return_counts=True)[1].tolist() == [LENGTHS[index] for index in chosen]
     stream = TrainData(store, CONFIG).steps(Position())
     assert all(batch.input_ids.numel() == batch.tokens for batch in next(stream).batches)
     stream.close()
 
 
-def test_shift_stops_at_borders() -> None:
+def test_shift_stops_at_borders(store: FeatureStore) -> None:
     """A value taken from the next dialogue, from the row's beginning, or from padding."""
+
+    def shift(values: torch.Tensor, by: int, segments: torch.Tensor) -> torch.Tensor:
+        return replace(collate(store, [0]), segments=segments).shifted(values, by)
+
     segments = torch.tensor([[0, 0, 0, 1, 1, -1]])
     values = torch.tensor([[1, 2, 3, 4, 5, 6]])
     assert shift(values, 1, segments).tolist() == [[2, 3, 0, 5, 0, 0]]

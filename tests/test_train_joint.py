@@ -87,7 +87,7 @@ def test_acceptance_is_by_the_target_as_it_is_now(
     figures = task.heldout(task.module, batch, pairs)
     shares = {name: float(ratio.total / ratio.count) for name, ratio in figures.items() if name.endswith("top1")}
     assert shares == {"head_1_top1": 1, "head_2_top1": 0, "head_3_top1": 1, "target_top1": 0}
-    assert task.heads.agreement(task.judged(pairs))[0].all()
+    assert task.heads.compare(task.judged(pairs))[1][0].all()
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +190,10 @@ def test_whole_targets_are_tuned_too(settings: dict[str, Any], target: TargetMod
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"own_lm_heads": True}, "own_lm_heads is True, and with joint the heads draft through the target's"),
-        ({"lora": LORA, "init_from": "x"}, r"lora is .*: joint\.lora"),
-        ({"loss_vocab": 9}, "loss_vocab is 9, .* whole vocabulary"),
-        ({"classification_loss": "lk_alpha"}, "trained by cross-entropy; set that"),
+        ({"own_lm_heads": True}, "own_lm_heads is True, and joint tunes the whole target"),
+        ({"lora": LORA, "init_from": "x"}, r"lora is .*by joint\.lora"),
+        ({"loss_vocab": 9}, "loss_vocab is 9, .* whole target"),
+        ({"classification_loss": "lk_alpha"}, "needs classification_loss: cross_entropy, found lk_alpha"),
         ({"zero_stage": 3}, "zero_stage is 3"),
     ],
 )

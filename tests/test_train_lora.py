@@ -109,11 +109,11 @@ def test_trainings_that_are_refused(
     """Catches hours spent on an adapter of nothing, of an adapter, or of a head of another method."""
     for changes, message in (
         ({"init_from": None}, "lora needs a trained drafter: set init_from"),
-        ({"draft_vocab": 20}, "draft_vocab is 20, and with lora that of the drafter in init_from stays"),
+        ({"draft_vocab": 20}, "draft_vocab is 20, and with lora that of init_from stays"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny_run.read("eagle", settings | changes)
-    with pytest.raises(ValueError, match="trains one of the drafter's own; set one of the two"):
+    with pytest.raises(ValueError, match="trains the drafter's own; set one of the two"):
         tiny_run.read("medusa", settings | {"own_lm_heads": True})
     with pytest.raises(ValueError, match="is an adapter itself, of '.*base'; name that"):
         tiny_run.train_here("eagle", settings | {"init_from": str(trained.config.out)})

@@ -123,7 +123,6 @@ def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], stor
     assert live.lengths.tolist() == stored.lengths.tolist()
     chosen = list(range(len(stored)))
     expected = collate(stored, chosen, (tiny_run.TAP,))
-    assert expected.attention_mask() is not None
     for at_once in (1, 300, 100_000):
         live.batch_tokens = at_once
         batch = live.complete(collate(live, chosen, (tiny_run.TAP,)), (tiny_run.TAP,))
@@ -147,15 +146,13 @@ def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedM
     )
     live = OnlineFeatures(split, tiny_run.header(model), batch_tokens=64)
     live.target = model
-    for one_row in (False, True):
-        batch = live.complete(collate(live, [5, 0, 3, 1, 2, 4], one_row=one_row), (tiny_run.TAP,))
-        assert len(batch.spans) == 6 and any(span.start for span in batch.spans)
-        for span in batch.spans:
-            alone = model.features(tokens[span.dialogue][None], taps=(tiny_run.TAP,))
-            cut = slice(span.start, span.start + span.length)
-            torch.testing.assert_close(batch.features[span.row, cut], alone.features[0], rtol=1e-4, atol=1e-4)
-            tap = batch.taps[tiny_run.TAP][span.row, cut]
-            torch.testing.assert_close(tap, alone.taps[tiny_run.TAP][0], rtol=1e-4, atol=1e-4)
+    batch = live.complete(collate(live, [5, 0, 3, 1, 2, 4]), (tiny_run.TAP,))
+    assert len(batch.spans) == 6
+    for span in batch.spans:
+        alone = model.features(tokens[span.dialogue][None], taps=(tiny_run.TAP,))
+        torch.testing.assert_close(span.of(batch.features), alone.features[0], rtol=1e-4, atol=1e-4)
+        tap = span.of(batch.taps[tiny_run.TAP])
+        torch.testing.assert_close(tap, alone.taps[tiny_run.TAP][0], rtol=1e-4, atol=1e-4)
 
 
 def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
@@ -224,7 +221,7 @@ def test_features_that_are_not_finite_are_left_out(
     embed = live.target.body.embed_tokens
     token = 299
     assert not (sound.input_ids == token).any()
-    live._tokens[live._starts[poisoned] + 3] = token
+    live.split.dialogues[poisoned].input_ids[3] = token
     with torch.no_grad():
         before = embed.weight[token].clone()
         embed.weight[token] = float("nan")
@@ -238,7 +235,7 @@ def test_features_that_are_not_finite_are_left_out(
             assert torch.equal(batch.loss_mask[span.row, cut], sound.loss_mask[span.row, cut])
             torch.testing.assert_close(batch.features[span.row, cut], sound.features[span.row, cut])
     live.complete(collate(live, chosen), ())
-    assert capsys.readouterr().err.count(f"NaN or infinite: dialogue {live.ids[poisoned]} (1 of 18 so far)") == 1
+    assert capsys.readouterr().err.count(f"NaN or infinite: dialogue {live.split.ids[poisoned]} (1 of 18 so far)") == 1
     with torch.no_grad():
         embed.weight[token] = before
 

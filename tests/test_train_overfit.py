@@ -15,7 +15,6 @@ from drafters.config import validate
 from train.configs import EagleConfig
 from train.core import engine
 from train.core import task as tasks
-from train.data.packing import shift
 from train.eagle import EagleTask
 from train.preflight.overfit import Finding, clear, overfit_config, run_overfit
 from train.run.inputs import open_inputs
@@ -56,7 +55,7 @@ def test_a_mask_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: 
     """The first token of every answer left untrained, as with the unshifted mask of the released code."""
 
     def late(self: EagleTask, batch: Any, seed: int | None = None) -> torch.Tensor:
-        trained = shift(batch.loss_mask, 2, batch.segments)
+        trained = batch.shifted(batch.loss_mask, 2)
         first = trained & ~torch.roll(trained, 1, dims=1)
         return (trained & ~first).flatten().nonzero().squeeze(1)
 

@@ -30,9 +30,9 @@ def test_least_squares() -> None:
     stacked = torch.linalg.lstsq(torch.cat([x, ridge]).double(), torch.cat([y, torch.zeros(7, 3)]).double()).solution
     torch.testing.assert_close(found, stacked.T.float(), rtol=1e-4, atol=1e-6)
     same = torch.zeros(5, 2)  # inputs that never differ, nor say anything
-    assert not least_squares([(same, torch.ones(5, 1))]).any()
+    assert not least_squares([(same, torch.ones(5, 1))], torch.zeros(2)).any()
     with pytest.raises(ValueError, match="no trained position"):
-        least_squares([(x[:0], y[:0])])
+        least_squares([(x[:0], y[:0])], noise)
 
 
 def by_hand(store: FeatureStore, ends: FrozenEnds, shift: int) -> tuple[Tensor, Tensor]:

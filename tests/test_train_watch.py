@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
-from drafters.loop.trace import Trace
+from drafters.loop.generate import Trace
 from train import summary
 from train.core.losses import Pairs, divergence_sum
 from train.core.task import Task, make_task

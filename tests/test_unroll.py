@@ -53,7 +53,7 @@ def test_steps_equal_decoding(family: str, inputs: HeadInputs, tmp_path: Path) -
     model: Any = target.model
     ends = FrozenEnds(model.model.embed_tokens, model.lm_head, target.config, "")
     task = task_of(tmp_path, ends, inputs=inputs)
-    batch = collate(store, DIALOGUES)  # several rows, some of several dialogues
+    batch = collate(store, DIALOGUES)
     found = list(unrolled(task.module, ends.embed, batch, STEPS, task.token_shift))
     drafter = EagleDrafter.from_weights(target, task.module.state_dict(), {"tree": "chain"} | task.drafter_config())
     for row, start, length, _ in batch.spans:
@@ -96,7 +96,7 @@ def test_losses_equal_those_by_hand(folder: Path, store: FeatureStore, ends: Fro
     """A step against another's target, a gradient through what is fed back, a weight that is lost; keys of later steps
     instead of the earlier ones' when the forward pass is done again."""
     task = task_of(folder, ends, unroll=STEPS, unroll_weight=0.5)
-    batch = collate(store, DIALOGUES, one_row=True)
+    batch = collate(store, DIALOGUES)
     expected = [sum(parts) for parts in zip(*(by_hand(task, store, index) for index in DIALOGUES), strict=True)]
     reference = sum(0.5**step * value for step, value in enumerate(expected))
     (gradient,) = torch.autograd.grad(reference, [task.module.layers[0].self_attn.k_proj.weight])
@@ -114,7 +114,7 @@ def test_losses_equal_those_by_hand(folder: Path, store: FeatureStore, ends: Fro
 
 def test_the_first_step_is_the_training_without_any(folder: Path, store: FeatureStore, ends: FrozenEnds) -> None:
     """Another first step than the default's, or a rank without work that takes part in fewer collectives."""
-    batch = collate(store, DIALOGUES, one_row=True)
+    batch = collate(store, DIALOGUES)
     plain, task = task_of(folder, ends), task_of(folder, ends, unroll=2)
     task.module.load_state_dict(plain.module.state_dict())
     rows = task.rows(batch)

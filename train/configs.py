@@ -76,21 +76,13 @@ class EagleConfig(TrainConfig):
     @model_validator(mode="after")
     def _has_what_to_feed_back(self) -> Self:
         if self.inputs == "token" and self.unroll > 1:
-            raise ValueError(
-                f"unroll: {self.unroll} feeds predicted features back, and inputs: token has none; set unroll=1, or "
-                f"inputs={SHIFTED}"
-            )
+            raise ValueError(f"unroll: {self.unroll} feeds features back, and inputs: token has none; set unroll=1")
         if self.fc_bias and self.inputs not in (SHIFTED, UNSHIFTED):
             raise ValueError(f"fc_bias: true, and a head with inputs: {self.inputs} has no fc; set fc_bias=false")
         if self.start == "regression" and self.inputs not in (SHIFTED, UNSHIFTED):
-            raise ValueError(
-                f"start: regression fits fc, and a head with inputs: {self.inputs} has none; set start=random"
-            )
+            raise ValueError(f"start: regression fits fc, and inputs: {self.inputs} has none; set start=random")
         if self.start == "regression" and self.init_from is not None:
-            raise ValueError(
-                f"start: regression fits new weights, and init_from: {self.init_from} gives trained ones; "
-                "set start=random"
-            )
+            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
         return self
 
 
@@ -168,37 +160,17 @@ class MedusaConfig(TrainConfig):
     @model_validator(mode="after")
     def _has_such_a_loss(self) -> Self:
         if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
-            raise ValueError(
-                f"classification_loss: {self.classification_loss} and top_k_weight: {self.top_k_weight:g} compare "
-                "distributions, and labels: tokens has none; set labels=target, or classification_loss=cross_entropy "
-                "top_k_weight=0"
-            )
+            raise ValueError("labels: tokens needs classification_loss: cross_entropy and top_k_weight: 0; set them")
         if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
             # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
-            raise ValueError(
-                f"own_lm_heads are trained with precision: float32 and zero_stage: 0 alone, not {self.precision} and "
-                f"{self.zero_stage}; set precision=float32 zero_stage=0 or own_lm_heads=false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_a_joint_training(self) -> Self:
-        if self.joint is None:
-            return self
-        refused = {
-            "own_lm_heads": "the heads draft through the target's",
-            "lora": "what is tuned by LoRA is the target: joint.lora",
-            "loss_vocab": "the target has to keep its whole vocabulary",
-            "top_k_weight": "the target is trained by cross-entropy",
-        }
-        for key, why in refused.items():
+            raise ValueError("with own_lm_heads, set precision=float32 zero_stage=0 or own_lm_heads=false")
+        for key in ("own_lm_heads", "lora", "loss_vocab", "top_k_weight") if self.joint else ():
             if value := getattr(self, key):
-                raise ValueError(f"{key} is {value}, and with joint {why}; leave one of the two out")
-        if self.classification_loss != "cross_entropy":
-            what = f"classification_loss is {self.classification_loss}, and with joint"
-            raise ValueError(f"{what} the target is trained by cross-entropy; set that, or leave joint out")
-        if self.zero_stage == 3:
-            raise ValueError("zero_stage is 3, and with joint the target's layers are called one by one; set 0, 1 or 2")
+                raise ValueError(f"{key} is {value}, and joint tunes the whole target (or by joint.lora); leave it out")
+        if self.joint and self.classification_loss != "cross_entropy":
+            raise ValueError(f"joint needs classification_loss: cross_entropy, found {self.classification_loss}")
+        if self.joint and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, and joint trains at 0, 1 or 2; set one of these")
         return self
 
 
@@ -262,28 +234,18 @@ class DraftModelConfig(TrainConfig):
     @model_validator(mode="after")
     def _fits_a_draft_model(self) -> Self:
         if self.draft_vocab is not None:
-            raise ValueError(
-                f"draft_vocab is {self.draft_vocab}, and a draft model keeps its whole LM head; leave it out, and list "
-                "tokens in what was trained: python -m train.draft_vocab"
-            )
+            raise ValueError(f"draft_vocab is {self.draft_vocab}, added after training: python -m train.draft_vocab")
         if self.loss_vocab is not None and self.trains_lm_head:
-            raise ValueError(
-                f"loss_vocab is {self.loss_vocab}, and the draft model's LM head is trained; "
-                "leave it out, or set freeze_ends=true"
-            )
+            raise ValueError(f"loss_vocab is {self.loss_vocab}, and the LM head is trained; set freeze_ends=true")
         if self.init_from is not None:
             raise ValueError(f"init_from is {self.init_from}, and a draft model starts as draft_model says; set that")
         for key in ("classification_loss", "top_k_weight"):
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is {value}, and a draft model learns by its divergence; set that instead")
         if self.on_policy and self.features != "online":
-            raise ValueError(
-                f"on_policy needs the target beside the training, and features is {str(self.features)!r}: set "
-                "features=online with data.train and data.heldout"
-            )
-        if self.on_policy and self.save_every % self.on_policy.every:
-            every = self.on_policy.every  # else a resumed run would go on with other answers
-            raise ValueError(f"save_every is {self.save_every}, and on_policy.every {every}; save every {every} or so")
+            raise ValueError(f"on_policy needs features: online, data.train and data.heldout, found {self.features}")
+        if self.on_policy and self.save_every % self.on_policy.every:  # a resumed run would have other answers
+            raise ValueError(f"save_every is {self.save_every}, no multiple of on_policy.every: {self.on_policy.every}")
         if self.zero_stage == 3:
             raise ValueError("zero_stage is 3, which would split the draft model's LM head; set 0, 1 or 2")
         return self

@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before torch is imported: a mistyped key is answer
     program(DraftModelConfig, __doc__)
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,11 +34,11 @@ from drafters.model.target import TargetModel
 from train.core.engine import Engine
 from train.core.losses import Pairs
 from train.core.runtime import dtype_of
-from train.core.task import Task, text_tokens
+from train.core.task import Task
 from train.data.packing import Batch, Rewrite, TrainData
 from train.draft.coverage import Boosting
 from train.draft.export import export, with_weights
-from train.draft.module import DraftModule, draft_module, load_weights
+from train.draft.module import DraftModule, draft_module, load_weights, names_of
 from train.draft.on_policy import OnPolicyText
 
 GAMMA = 4  # tokens of the drafts that tau is measured with
@@ -70,15 +69,14 @@ class DraftModelTask(Task):
         module = draft_module(self.config.draft_model, self.config.lora)
         ours, theirs = module.lm_head.out_features, self.ends.lm_head.out_features
         if ours != theirs:
+            names = self.config.draft_model, self.config.target
             raise ValueError(
-                f"draft_model {self.config.draft_model} has a vocabulary of {ours} tokens and target "
-                f"{self.config.target} one of {theirs}: it may draft for it, but training compares the two "
-                "distributions token by token; choose a draft model with as many"
+                f"draft_model {names[0]} has a vocabulary of {ours} tokens and target {names[1]} one of {theirs}, and "
+                "training compares them token by token; choose a draft model with the target's"
             )
-        ends = [module.base.get_input_embeddings().weight, module.lm_head.weight]
-        self.lm_heads = tuple(name for name, weights in module.named_parameters() if any(weights is x for x in ends))
+        self.lm_heads = names_of(module, module.ends())
         if self.config.freeze_ends:
-            for weights in ends:
+            for weights in module.ends():
                 weights.requires_grad_(False)
         return module
 
@@ -97,14 +95,6 @@ class DraftModelTask(Task):
         if self.boost is None:
             return rows
         return rows[self.boost.trained(batch).flatten()[rows]]
-
-    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        """With ``divergence: tokens`` the targets of training are tokens, those of held-out text still features."""
-        pairs = super().pairs(module, batch, seed)
-        if self.against_logits or seed is None:
-            return pairs
-        tokens = text_tokens(batch, self.ahead).flatten()[batch.rows]
-        return replace(pairs, targets=self.heads.places(tokens))
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         """The config's divergence; with ``divergence: tokens`` the cross-entropy of tokens, on held-out text the KL."""

@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before torch is imported: a mistyped key is answer
     program(MedusaConfig, __doc__)
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,10 +31,10 @@ from drafters.model.ends import FrozenEnds
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
 from train.core.losses import Pairs
-from train.core.task import Ratio, Task, text_tokens
+from train.core.task import Ratio, Task, mean
 from train.data.packing import Batch
-from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, joint_module, of_part, tuned_target
-from train.draft.module import load_weights
+from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, of_part, tuned_target
+from train.draft.module import causal_module, load_weights, names_of
 
 
 class MedusaTask(Task):
@@ -60,7 +59,7 @@ class MedusaTask(Task):
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         module: Any = self.module
-        self.heads.own = module.lm_heads()
+        self.heads.own = module.lm_heads() if config.own_lm_heads else []
         for head in self.heads.own:
             head.weight.data.copy_(ends.lm_head.weight)
         every = range(config.heads)
@@ -77,14 +76,6 @@ class MedusaTask(Task):
         trained = batch.shifted(batch.loss_mask, 1) & (batch.position_ids >= self.config.heads)
         return trained.flatten().nonzero().squeeze(1)
 
-    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        """With ``labels: tokens`` the targets of training are tokens, those of held-out text still features."""
-        pairs = super().pairs(module, batch, seed)
-        if self.against_logits or seed is None:
-            return pairs
-        tokens = text_tokens(batch, self.ahead).flatten()[batch.rows]
-        return replace(pairs, targets=self.heads.places(tokens))
-
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """``[K, R, L, H]``: at j each head's output for the token j + 1, head k's from j - k."""
         return aligned(module(batch.features), nearest=1)
@@ -100,11 +91,9 @@ class MedusaTask(Task):
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """``head_k_expected_acceptance`` and ``head_k_top1`` of each head, as the base class has them."""
-        overlap, agree = self.heads.compare(self.judged(pairs))
-        count, found = torch.tensor(overlap.shape[1], device=overlap.device), {}
-        for k, (shared, same) in enumerate(zip(overlap, agree, strict=True), start=1):
-            found[f"head_{k}_top1"] = Ratio(same.sum(), count)
-            found[f"head_{k}_expected_acceptance"] = Ratio(shared.sum(), count)
+        found: dict[str, Ratio] = {}
+        for k, (overlap, agree) in enumerate(zip(*self.heads.compare(self.judged(pairs)), strict=True), start=1):
+            found |= {f"head_{k}_top1": mean(agree), f"head_{k}_expected_acceptance": mean(overlap)}
         return found
 
 
@@ -127,16 +116,14 @@ class JointTask(MedusaTask):
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         self.drafting_module = self.module.heads
-        base = self.module.target.base
-        frozen = [base.get_input_embeddings().weight, base.get_output_embeddings().weight]
-        named = self.module.named_parameters()
-        self.lm_heads = tuple(name for name, weights in named if any(weights is end for end in frozen))
+        self.lm_heads = names_of(self.module, self.module.target.ends())
         self.constant_inputs = ()
         self.predictions += 1
 
     def build(self) -> nn.Module:
-        heads = self.drafter.build_module(self.ends.config, self.drafter_config())
-        return joint_module(self.config, self.ends.config, heads)
+        assert self.config.joint is not None
+        target = causal_module("target", self.config.target, self.ends.config, self.config.joint.lora)
+        return JointModule(target, self.drafter.build_module(self.ends.config, self.drafter_config()))
 
     def load(self) -> None:
         load_weights(self.module.target, self.config.target, self.config.revision)
@@ -144,9 +131,8 @@ class JointTask(MedusaTask):
     def rate_factors(self, step: int) -> dict[str, float]:
         joint, warmup = self.config.joint, self.config.warmup_steps
         assert joint is not None
-        late, warm = step - joint.heads_first, 1.0
-        if joint.heads_first and warmup:
-            warm = min(1.0, (late + 1) / warmup)
+        late = step - joint.heads_first
+        warm = min(1.0, (late + 1) / warmup) if joint.heads_first and warmup else 1.0
         return {TARGET: joint.rate * warm if late >= 0 else 0.0}
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -155,8 +141,8 @@ class JointTask(MedusaTask):
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         assert self.config.joint is not None
-        first, *_ = every = self.heads.classification(pairs)
-        each = every[1:]
+        every = self.heads.classification(pairs)
+        first, each = every[0], every[1:]
         loss = first + self.config.joint.lambda_0 * (self.decay(each) * each).sum()
         return {"loss": loss, "target_loss": first} | head_losses(each)
 
@@ -167,9 +153,7 @@ class JointTask(MedusaTask):
         """Also ``target_expected_acceptance`` and ``target_top1``: how near the tuned target is to the untuned one."""
         found = super().heldout(module, batch, pairs)
         overlap, agree = self.heads.compare(Pairs(pairs.predictions[:1], pairs.targets))
-        count = torch.tensor(overlap.shape[1], device=overlap.device)
-        more = {"target_expected_acceptance": Ratio(overlap.sum(), count), "target_top1": Ratio(agree.sum(), count)}
-        return found | more
+        return found | {"target_expected_acceptance": mean(overlap), "target_top1": mean(agree)}
 
     def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, Drafter]:
         model: Any = tuned_target(self.config, self.ends.config, weights).merged()

@@ -39,16 +39,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dialogue-lengths", default="realistic", help="with --shape: realistic, or a store's folder")
     parser.add_argument("--rounds", type=positive, default=5, help="rounds counted, after one of warm-up")
     parser.add_argument("--steps", type=positive, default=4, help="optimiser steps of a side in a round")
-    parser.add_argument("--workers", type=_workers, default=0, help="the plain DataLoader's processes, with --config")
+    parser.add_argument("--workers", type=int, default=0, help="the plain DataLoader's processes, with --config")
     parser.add_argument("--peak-tflops", type=float, help="the device's bf16 peak, for MFU; known for common GPUs")
     parser.add_argument("--out", type=Path, help="JSON with every round")
     return parser.parse(argv)
-
-
-def _workers(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, found {text!r}")
-    return int(text)
 
 
 def parse_shape(text: str) -> dict[str, int]:
@@ -90,11 +84,9 @@ def _check_comparable(config: TrainConfig) -> None:
     """Raise ValueError if the plain formulation lacks the config's loss."""
     plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1, "labels": "target"}
     given = {key: getattr(config, key, value) for key, value in plain.items()}
-    if others := [key for key, value in plain.items() if given[key] != value]:
-        raise ValueError(
-            f"the plain formulation has no {', no '.join(f'{key}: {given[key]}' for key in others)}; set "
-            + " ".join(f"{key}={plain[key]}" for key in others)
-        )
+    if others := {key: value for key, value in given.items() if value != plain[key]}:
+        fixed = " ".join(f"{key}={plain[key]}" for key in others)
+        raise ValueError(f"the plain formulation has a loss without {', '.join(others)}; set {fixed}")
 
 
 def _method_of(config: Path) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import is_text
-from drafters.common.files import read_text
+from drafters.common.wording import read_text
 from drafters.drafting.datastore import Datastore, save_datastore
-from drafters.drafting.draft_model import vocabulary_facts
+from drafters.drafting.token_file import vocabulary_facts
 from drafters.model.files import load_bare_tokenizer, load_config_only
 
 WHOLE = 1 << 30  # most tokens of a dialogue: none is cut

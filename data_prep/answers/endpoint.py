@@ -6,7 +6,6 @@ key is read from the environment, sent only to that server, and removed from eve
 """
 
 import contextlib
-import email.utils
 import http.client
 import itertools
 import json
@@ -14,7 +13,6 @@ import os
 import random
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -190,7 +188,7 @@ class EndpointAnswers:
         """The error and the seconds to wait before another attempt; raises at once if another attempt is useless."""
         said = ""
         with error, contextlib.suppress(OSError, http.client.HTTPException):
-            said = _message(error.read(100_000))
+            said = " ".join(error.read(500).decode(errors="replace").split())
         text = self._hide(f"{self.config.base} answered {error.code} {error.reason}: {said or 'no explanation'}")
         if error.code in (408, 429) or error.code >= 500:
             return OSError(text), max(pause, _retry_after(error.headers.get("Retry-After")))
@@ -224,24 +222,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _message(data: bytes) -> str:
-    """The server's message in the body of an error, in OpenAI's form, FastAPI's, or any other text."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        return data[:500].decode(errors="replace").strip()
-    error = body.get("error", body) if isinstance(body, dict) else None
-    if isinstance(error, dict) and (said := error.get("message") or error.get("detail")):
-        code = error.get("code")
-        return f"{said} ({code})" if isinstance(code, str) and code not in str(said) else str(said)
-    return json.dumps(body)[:500]
-
-
 def _retry_after(value: str | None) -> float:
-    """Seconds in a Retry-After header: a number, or the date of the next attempt; 0 if none."""
-    value = value or "0"
+    """Seconds in a Retry-After header; 0 for anything else, such as a date."""
     with contextlib.suppress(ValueError):
-        return max(float(value), 0.0)
-    with contextlib.suppress(ValueError):
-        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+        return max(float(value or 0), 0.0)
     return 0.0

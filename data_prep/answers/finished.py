@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers.journal import RUN_FILE, AnsweredBatch, check_identity
-from data_prep.common.outputs import is_finished, sidecar, unfinished
+from data_prep.answers.journal import RUN_FILE, AnsweredBatch, check_identity, read_journals
+from data_prep.common.disk import is_finished, sidecar, unfinished
 from data_prep.dialogues.encoding import template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import source_digest
@@ -57,11 +57,16 @@ def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict
     return True
 
 
-def kept(out: str, count: int, what: str) -> str:
+def answers_of(batches: Iterable[AnsweredBatch]) -> list[str]:
+    """The answers, or questions, in batches of journals."""
+    return [turn.answer for batch in batches for turn in batch.turns if turn.answer is not None]
+
+
+def kept(out: str, what: str) -> str:
     """Last line of an interrupted run: the number of answers or questions kept, and the command that continues."""
     if is_finished(out):
         return f"{out} is whole"
-    if not count:
+    if not (count := len(answers_of(read_journals(unfinished(out))))):
         return f"no {what} was written yet; to start again: {command()}"
     return f"{count:,} {what}s are kept in {unfinished(out)}; to go on: {command()}"
 

@@ -11,8 +11,6 @@ the next process continues from its journal.
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from data_prep.answers.regeneration import regenerate
 from data_prep.common.ranks import Rank
 from data_prep.configs import FeaturesConfig, RegenerateConfig, TargetKeys
@@ -46,15 +44,7 @@ def with_own_answers(
     if (out / LOCK).is_file() and is_locked(out / LOCK):
         print(f"{wanted.out}: waiting for the process that writes it")
     with folder_lock(out):
-        try:
-            regenerate(wanted, Rank(), target)
-        except ValueError as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
-            raise ValueError(
-                f"out of memory while {wanted.batch} held-out dialogues were answered; lower batch_tokens (now "
-                f"{config.batch_tokens}) and run again: finished answers are kept"
-            ) from error
+        regenerate(wanted, Rank(), target)
     header.source, header.source_digest, header.answers = wanted.out, source_digest(wanted.out), "own"
     return config.model_copy(update={"splits": {**config.splits, HELDOUT: wanted.out}})
 

@@ -5,19 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
-from data_prep.answers.finished import kept as kept_of
+from data_prep.answers.finished import answers_of, begun_on, costs, finish, merging, report_finished, target_identity
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, derived_seed, read_journals
-from data_prep.answers.target import enough_memory, text_ends
-from data_prep.common.outputs import unfinished
+from data_prep.answers.target import text_ends
+from data_prep.common.disk import unfinished
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
-from data_prep.common.target import dtype_here, load_target
+from data_prep.common.target import dtype_here, enough_memory, load_target
 from data_prep.configs import MagpieConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import DroppedError
-from data_prep.dialogues.sharegpt import same_question, unanswered_record
+from data_prep.dialogues.reader import DroppedError, same_question, unanswered_record
 from drafters import generate_many, make_drafter
 from drafters.base import Drafter
 from drafters.model.target import TargetModel
@@ -112,15 +110,10 @@ def look_back(config: MagpieConfig, chat: ChatTokenizer, mark: str, rank: Rank, 
     """State after earlier starts of this process and of runs with another number of processes."""
     own = [turn for batch in read_journals(journal.folder, journal.path.name) for turn in batch.turns]
     siblings = f"rank-*-of-{rank.count}.jsonl"
-    every, theirs = questions_of(read_journals(journal.folder)), questions_of(read_journals(journal.folder, siblings))
+    every, theirs = answers_of(read_journals(journal.folder)), answers_of(read_journals(journal.folder, siblings))
     left = max(config.count - (len(every) - len(theirs)), 0)
     share = left // rank.count + (rank.index < left % rank.count)
     return Asked(chat, mark, rank, share, own, every)
-
-
-def questions_of(batches: list[AnsweredBatch]) -> list[str]:
-    """The questions that were kept."""
-    return [turn.answer for batch in batches for turn in batch.turns if turn.answer is not None]
 
 
 def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked: Asked, journal: AnswerJournal) -> None:
@@ -132,7 +125,7 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
     journal.start_clock()
     drafter = make_drafter("autoregressive", target)
     with (
-        enough_memory(config.batch, "questions were written"),
+        enough_memory("while questions were written", f"lower batch (now {config.batch})"),
         Bar(desc="asking", total=asked.share, initial=asked.kept, unit=" questions") as progress,
     ):
         for ids in draw(config, target, drafter, prompt, asked):
@@ -177,11 +170,6 @@ def make_identity(config: MagpieConfig, chat: ChatTokenizer) -> dict[str, Any]:
     return values | target_identity(config.target, config.revision, chat)
 
 
-def kept(config: MagpieConfig) -> str:
-    """Last line of an interrupted run."""
-    return kept_of(config.out, len(questions_of(read_journals(unfinished(config.out)))), "question")
-
-
 def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
     """Write the output if all shares are finished and no other process has; ValueError if no question is left."""
     with merging(config.out) as folder:
@@ -194,7 +182,7 @@ def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
             return
         batches = read_journals(folder)  # also those of stopped runs with another number of processes
         found: dict[str, str] = {}
-        for text in questions_of(batches):
+        for text in answers_of(batches):
             found.setdefault(same_question(text), text)
         questions = list(found.values())[: config.count]
         facts = summary(config, identity, batches, len(questions), len(found))
@@ -209,7 +197,7 @@ def summary(
 ) -> dict[str, Any]:
     """Content of ``<out>.json``."""
     dropped = Counter(turn.drop for batch in batches for turn in batch.turns if turn.drop)
-    dropped["asked_before"] += len(questions_of(batches)) - different
+    dropped["asked_before"] += len(answers_of(batches)) - different
     dropped["more_than_count"] = different - questions
     return {
         "config": config.model_dump(mode="json"),

@@ -9,7 +9,6 @@ from typing import Any
 
 from data_prep.answers.endpoint import NO_THINKING, EndpointAnswers
 from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
-from data_prep.answers.finished import kept as kept_of
 from data_prep.answers.journal import (
     ONLY_REASONING,
     AnsweredBatch,
@@ -20,16 +19,14 @@ from data_prep.answers.journal import (
     replay,
 )
 from data_prep.answers.target import TargetAnswers
-from data_prep.common.disk import check_room, source_bytes
-from data_prep.common.outputs import unfinished
+from data_prep.common.disk import check_room, source_bytes, unfinished
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
 from data_prep.common.target import dtype_here, load_target
 from data_prep.configs import FOR_A_TARGET, DrafterOptions, RegenerateConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import ReadCounts, read_dialogues, source_digest
-from data_prep.dialogues.sharegpt import record
+from data_prep.dialogues.reader import ReadCounts, read_dialogues, record, source_digest
 from drafters import drafter_class, make_drafter
 from drafters.hub.checkpoint import drafter_type
 from drafters.learned import LearnedDrafter
@@ -66,16 +63,6 @@ def regenerate(config: RegenerateConfig, rank: Rank, target: Callable[[], Target
         if any(not conversation.done for conversation in own):
             answer_all(config, open_answers(config, chat, rank, target), own, journal)
     merge(config, identity, counts, conversations)
-
-
-def kept(config: RegenerateConfig) -> str:
-    """Last line of an interrupted run."""
-    return kept_of(config.out, answered(config.out), "answer")
-
-
-def answered(out: str) -> int:
-    """Number of answers in the journals of an unfinished output."""
-    return sum(len(batch.turns) for batch in read_journals(unfinished(out)))
 
 
 def check(config: RegenerateConfig) -> None:

@@ -1,15 +1,13 @@
 """Answers that a target in this process writes, several dialogues at a time."""
 
-import contextlib
 import heapq
 import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch
-
 from data_prep.answers.journal import ONLY_REASONING, AnsweredBatch, Conversation, Turn, derived_seed
+from data_prep.common.target import enough_memory
 from data_prep.configs import Writing
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.messages import DroppedError
@@ -48,6 +46,7 @@ class TargetAnswers:
         self.target, self.drafter, self.chat, self.writing = target, drafter, chat, writing
         self.batch = min(batch, drafter.max_batch or batch)
         self.eos = turn_ends(target, chat)
+        self.fix = f"lower batch (now {self.batch}; of data_prep.features, batch_tokens)"  # for too little memory
 
     def batches(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
         """Answer everything; the caller records the turns of a batch before it asks for the next one."""
@@ -70,7 +69,7 @@ class TargetAnswers:
         waiting = Waiting(self, [conversation for conversation in conversations if not conversation.done])
         while waiting.prompts or waiting.turns:
             longest = waiting.prompts[0][0] if waiting.prompts else 1  # of the lowest length class
-            with enough_memory(self.batch, "dialogues were answered"):
+            with enough_memory("while dialogues were answered", self.fix):
                 made = generate_many(
                     self.target,
                     self.drafter,
@@ -107,7 +106,7 @@ class TargetAnswers:
         if not asked:
             return AnsweredBatch(turns)
         fit_threads()
-        with enough_memory(self.batch, f"{len(asked)} dialogues were answered"):
+        with enough_memory("while dialogues were answered", self.fix):
             result = generate(
                 self.target,
                 self.drafter,
@@ -144,17 +143,6 @@ class TargetAnswers:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.chat.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-@contextlib.contextmanager
-def enough_memory(batch: int, what: str) -> Iterator[None]:
-    """Turn running out of memory while ``what`` happened, ``batch`` rows at once, into a ValueError with a fix."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"out of memory while {what}; lower batch (now {batch}) and run again: finished work is kept"
-        ) from error
 
 
 def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Free space and checksums on the disk."""
+"""Free space, checksums, and names of outputs on the disk."""
 
 import errno
 import hashlib
@@ -43,3 +43,25 @@ def write_error(error: OSError, path: Path, kept: str) -> OSError:
         error.errno or errno.EIO,
         f"could not write {path}: {what}; {kept}. Free some space and run the same command again to continue",
     )
+
+
+# Files of data_prep.regenerate and data_prep.magpie.
+def sidecar(out: str) -> Path:
+    """``<out>.json`` with the settings and counts of a finished output."""
+    return Path(f"{out}.json")
+
+
+def unfinished(out: str) -> Path:
+    """The folder of the journals of an unfinished output."""
+    return Path(f"{out}.unfinished")
+
+
+def is_finished(out: str) -> bool:
+    """Whether the output and its sidecar exist."""
+    return sidecar(out).is_file() and Path(out).is_file()
+
+
+def check_own(out: str) -> None:
+    """Raise ValueError if ``out`` exists without a sidecar or journals: another program wrote it."""
+    if Path(out).exists() and not sidecar(out).exists() and not unfinished(out).exists():
+        raise ValueError(f"out: {out} exists and was not written by this program; give another file or delete it")

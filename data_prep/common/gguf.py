@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from data_prep.common.disk import check_room, file_sha256
 from drafters import TargetModel
 from drafters.cli.program import command
-from drafters.common.files import keep_mode, replace_json, sync_folder
+from drafters.common.files import replace_json, replacing_files
 from drafters.common.provenance import library_versions
 from drafters.model.files import resolve_dtype
 from drafters.model.loading import check_memory, weight_bytes
@@ -33,7 +32,8 @@ def convert(file: Path, out: Path, dtype: str) -> dict[str, Any]:
             not run, weights that are not finite, no chat template, or too little memory or disk.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would print its accelerator
-    with _alone(file) as folder, _naming(file):
+    with tempfile.TemporaryDirectory() as folder, _naming(file):
+        (Path(folder) / file.name).symlink_to(file.absolute())  # transformers would read a template beside the file
         _tensors(file)  # for a damaged file, its error is clearer than transformers'
         config = AutoConfig.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
         check_memory(str(file), config, torch.float32, [torch.device("cpu")], 1, 1)
@@ -53,12 +53,10 @@ def convert(file: Path, out: Path, dtype: str) -> dict[str, Any]:
         formats = Counter(tensor.tensor_type.name for tensor in _tensors(file))
     facts = {"source": file.name, "sha256": file_sha256(file), "tensors": formats, "dtype": dtype}
     model = model.to(resolve_dtype(dtype))
-    with _whole(out) as folder:
+    with replacing_files(out, last=(FACTS, "config.json")) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         replace_json(folder / FACTS, facts | {"command": command(), "versions": library_versions(*LIBRARIES)})
-        for weights in folder.glob("*.safetensors"):  # safetensors makes files that only their owner may read
-            keep_mode(weights, (folder / FACTS).stat().st_mode)
     return facts
 
 
@@ -90,14 +88,6 @@ def _tensors(file: Path) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[str]:
-    """A folder with only this file: transformers would also read a tokenizer or template beside it."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file.name).symlink_to(file.absolute())
-        yield folder
-
-
-@contextlib.contextmanager
 def _naming(file: Path) -> Iterator[None]:
     """Turn errors, which libraries raise in all types, into a ValueError that names the file."""
     try:
@@ -107,19 +97,3 @@ def _naming(file: Path) -> Iterator[None]:
             raise
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{file} cannot be converted: {said}") from error
-
-
-@contextlib.contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes ``out`` at the end."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if out.is_dir():
-            out.rmdir()  # empty
-        temporary.replace(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(out.parent)

@@ -1,6 +1,10 @@
-"""Load the target as a config's ``TargetKeys`` say."""
+"""Load the target as a config's ``TargetKeys`` say, and explain too little memory for it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+import torch
 
 from data_prep.common.progress import quiet_in_log_files
 from data_prep.common.ranks import Rank, refuse_shared_map
@@ -25,6 +29,15 @@ def load_target(name: str, config: "TargetKeys", rank: Rank) -> TargetModel:
     target = TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
     say_dtype(name, config.dtype, dtype_name(target.dtype), rank)
     return target
+
+
+@contextlib.contextmanager
+def enough_memory(when: str, fix: str) -> Iterator[None]:
+    """Turn running out of memory into a ValueError with a fix."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"out of memory {when}; {fix} and run again: finished work is kept") from error
 
 
 def say_dtype(target: str, asked: str, dtype: str, rank: Rank) -> None:

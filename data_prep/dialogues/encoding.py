@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.common.progress import Bar
 from data_prep.dialogues.loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
 from data_prep.dialogues.reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
-from drafters.common.files import read_text
+from drafters.common.wording import read_text
 from drafters.model.files import load_bare_tokenizer
 
 CHUNK = 256  # dialogues tokenized in one call
@@ -50,19 +50,12 @@ def load_tokenizer(
 
     ``date``: see ``ChatTokenizer``. Raises ValueError without a tokenizer, or without a usable template.
     """
-    template = None
+    tokenizer = load_bare_tokenizer(name, revision)
     if chat_template:
         try:
-            template = read_text(Path(chat_template))
+            tokenizer.chat_template = read_text(Path(chat_template))
         except (OSError, ValueError) as error:
             raise ValueError(f"chat_template {chat_template} is no readable text file ({error})") from error
-        if not template.strip():
-            raise ValueError(
-                f"chat_template {chat_template} is empty; leave it out to use the tokenizer's own template"
-            )
-    tokenizer = load_bare_tokenizer(name, revision)
-    if template is not None:
-        tokenizer.chat_template = template
     return ChatTokenizer(tokenizer, name, date)
 
 
@@ -167,7 +160,7 @@ def _encode(
                     rendered.append((dialogue.id, [chat.render(view) for view in views], changes))
                 except DroppedError as error:
                     drop(error)
-            tokens = iter(chat.tokenize([text for _, texts, _ in rendered for text in texts], max_length))
+            tokens = iter(chat.tokenize([text for _, texts, _ in rendered for text in texts]))
             # Cut them to max_length, and remove those without an answer before the cut.
             for name, texts, changes in rendered:
                 whole = list(itertools.islice(tokens, len(texts)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from drafters.common.files import decode, not_unicode, unicode_encoding
+from drafters.common.wording import decode, not_unicode
 
 # Share of lines that are not UTF-8: below it these lines are damaged, above it the file may be in another encoding.
 FEW = 0.01
@@ -41,7 +41,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     with opener(path, "rb") as file:
         head = file.read(4)
         file.seek(0)
-        if unicode_encoding(head).startswith("utf-8"):
+        if json.detect_encoding(head).startswith("utf-8"):
             yield file
         else:
             yield io.BytesIO(decode(file.read(), path).encode("utf-8", "surrogatepass"))
@@ -54,7 +54,12 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
         if not start:
             continue
         if first and start.startswith(b"["):  # one JSON list; in a later line it would be a bad record
-            yield from enumerate(_json_list(start + file.read(), path), start=1)
+            text = decode(start + file.read(), path)
+            try:
+                records = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path} starts like a JSON list but is broken: {error}") from error
+            yield from enumerate(records, start=1)
             return
         first = False
         try:
@@ -66,15 +71,6 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
             yield number, Unreadable("not_utf8")
         except (ValueError, RecursionError):  # JSONDecodeError is a ValueError
             yield number, Unreadable("broken_json")
-
-
-def _json_list(data: bytes, path: Path) -> list[Any]:
-    text = decode(data, path)
-    try:
-        records: list[Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} starts like a JSON list but is broken: {error}") from error
-    return records
 
 
 def _check_encoding(path: Path, line: bytes, error: UnicodeDecodeError) -> None:

@@ -24,7 +24,6 @@ from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import PLACEHOLDER, ChatTemplate
 
 NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
-LONGEST_TOKEN = 64  # characters; tokens of a long text are far shorter on average
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,6 @@ class RenderedDialogue:
 
     text: str
     answers: list[tuple[int, int]]
-
-    def beginning(self, characters: int) -> "RenderedDialogue":
-        """The first ``characters`` of the text with the answers in them; ``self`` if the text is not longer."""
-        if len(self.text) <= characters:
-            return self
-        answers = [(start, min(end, characters)) for start, end in self.answers if start < characters]
-        return RenderedDialogue(self.text[:characters], answers)
 
 
 @dataclass(frozen=True)
@@ -84,19 +76,22 @@ class ChatTokenizer:
         self._special = re.compile(escaped or r"(?!)")
         self._special_next = re.compile(rf"\s*(?P<token>{escaped})" if escaped else r"(?!)(?P<token>)")
 
-    def tokenize(self, rendered: list[RenderedDialogue], wanted: int | None = None) -> list[MaskedTokens]:
-        """Token ids and mask of each dialogue, in one batch.
-
-        With ``wanted``, only that many tokens of a dialogue are needed, and of a long text only the beginning is
-        tokenized. (The template gets all of it, because what it prints may depend on the end.)
-        """
-        parts = rendered if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in rendered]
-        found = self._tokenize(parts)
-        for place, (whole, part) in enumerate(zip(rendered, parts, strict=True)):
-            # With twice as many tokens, the cut is too far behind the wanted ones to change them.
-            if wanted is not None and part is not whole and len(found[place].input_ids) < 2 * wanted:
-                found[place] = self._tokenize([whole])[0]
-        return found
+    def tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens]:
+        """Token ids and mask of each dialogue, in one batch."""
+        if not rendered:
+            return []
+        if getattr(self.tokenizer, "is_fast", False):
+            texts = [dialogue.text for dialogue in rendered]
+            encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            masks = [
+                mask_from_offsets(dialogue, np.asarray(offsets, dtype=np.int64).reshape(-1, 2))
+                for dialogue, offsets in zip(rendered, encoded["offset_mapping"], strict=True)
+            ]
+            every_ids = encoded["input_ids"]
+        else:
+            every_ids = [self._ids(dialogue.text) for dialogue in rendered]
+            masks = [self._mask_from_prefixes(d, ids) for d, ids in zip(rendered, every_ids, strict=True)]
+        return [MaskedTokens(np.asarray(ids, dtype=np.int64), mask) for ids, mask in zip(every_ids, masks, strict=True)]
 
     def render(self, messages: Sequence[Message]) -> RenderedDialogue:
         """The template's text with the answers' character spans.
@@ -239,22 +234,6 @@ class ChatTokenizer:
             return found.end()
         mark = after_last.rstrip()
         return len(mark) if not found_last and commonprefix([after, mark]) == mark else 0
-
-    def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens]:
-        if not rendered:
-            return []
-        if getattr(self.tokenizer, "is_fast", False):
-            texts = [dialogue.text for dialogue in rendered]
-            encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            masks = [
-                mask_from_offsets(dialogue, np.asarray(offsets, dtype=np.int64).reshape(-1, 2))
-                for dialogue, offsets in zip(rendered, encoded["offset_mapping"], strict=True)
-            ]
-            every_ids = encoded["input_ids"]
-        else:
-            every_ids = [self._ids(dialogue.text) for dialogue in rendered]
-            masks = [self._mask_from_prefixes(d, ids) for d, ids in zip(rendered, every_ids, strict=True)]
-        return [MaskedTokens(np.asarray(ids, dtype=np.int64), mask) for ids, mask in zip(every_ids, masks, strict=True)]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Read ShareGPT files or a Hub dataset as validated dialogues.
+"""Read ShareGPT files or a Hub dataset as validated dialogues, and write dialogues as such records.
 
 A record has its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
 ``{"role", "content"}``. A record may also have an ``id``, a ``category`` and definitions of ``tools``. Unusable records
@@ -20,6 +20,7 @@ from data_prep.dialogues.messages import FOLLOWING, DroppedError, Message, first
 
 TURN_KEYS = ("conversations", "conversation", "messages")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
+FROM = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}  # in records that are written
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # further formats of the `datasets` library
 
 
@@ -145,6 +146,28 @@ def _in_order(messages: list[Message], unanswered: bool) -> tuple[list[Message],
     return [*head, *body], changes
 
 
+def record(dialogue: Dialogue) -> dict[str, object]:
+    """The ShareGPT record of a dialogue."""
+    turns = [
+        {"from": FROM[message["role"]], "value": message["content"]}
+        | {key: value for key, value in message.items() if key not in ("role", "content", "tools")}
+        for message in dialogue.messages
+    ]
+    category = {"category": dialogue.category} if dialogue.category else {}
+    tools = {"tools": dialogue.messages[0]["tools"]} if "tools" in dialogue.messages[0] else {}
+    return {"id": dialogue.id, **category, **tools, "conversations": turns}
+
+
+def unanswered_record(name: str, question: str) -> dict[str, object]:
+    """The ShareGPT record of a question without an answer."""
+    return {"id": name, "conversations": [{"from": FROM["user"], "value": question}]}
+
+
+def same_question(text: str) -> str:
+    """A key that is equal for questions that differ only in case and white space."""
+    return " ".join(text.lower().split())
+
+
 def source_digest(source: str | Path) -> str:
     """Identity of the data: the start of a file's SHA-256; for a Hub dataset, whose content is unknown, its name."""
     path = Path(source)
@@ -158,7 +181,8 @@ def is_text(source: str) -> bool:
 
 def check_source(source: str | Path) -> None:
     """Raise ValueError if ``source`` is a missing file, or a folder that cannot be read as a dataset."""
-    path = Path(source)
+    path, (repository, *parts) = Path(source), dataset_parts(str(source))
+    is_named = not str(source).endswith(DATA_SUFFIXES) and repository.count("/") == 1
     if path.is_dir():
         there = [file for file in sorted(path.rglob("*")) if file.name.endswith((*DATA_SUFFIXES, *DATASET_SUFFIXES))]
         if not there:
@@ -170,18 +194,11 @@ def check_source(source: str | Path) -> None:
             )
     elif path.exists() and not path.is_file():
         raise ValueError(f"{source} is neither a file nor a folder; write the data into a file and give that")
-    elif not path.exists() and not _is_dataset(str(source)):
+    elif not path.exists() and (len(parts) > 2 or not (is_named or Path(repository).is_dir())):
         raise ValueError(
             f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as "
             "owner/name[:config][:split]"
         )
-
-
-def _is_dataset(source: str) -> bool:
-    """Whether ``source`` may name a dataset: a folder or ``owner/name``, and its configuration and split."""
-    repository, *parts = dataset_parts(source)
-    is_named = not source.endswith(DATA_SUFFIXES) and repository.count("/") == 1
-    return len(parts) <= 2 and (is_named or Path(repository).is_dir())
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -222,8 +239,8 @@ def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
         raise ValueError(f"{name!r} names no dataset; write owner/name, owner/name:config or owner/name:config:split")
     if len(parts) == 2:
         subset, split = parts
-    elif parts and subset is None:
-        subset, split = _config_or_split(repository, parts[0])
+    elif parts and subset is None and parts[0] in _config_names(repository):
+        subset, split = parts[0], "train"
     else:
         split = parts[0] if parts else "train"
     try:
@@ -237,25 +254,6 @@ def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
         raise ValueError(
             f"no dataset {repository!r} with {what} could be loaded{hint} ({type(error).__name__}: {error})"
         ) from error
-
-
-def _config_or_split(repository: str, word: str) -> tuple[str | None, str]:
-    """Configuration and split of ``owner/name:word``, where ``word`` is one of the two."""
-    import datasets
-
-    names = _config_names(repository)
-    if word not in names:
-        return None, word
-    splits: list[str] = []
-    for config in names:
-        with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
-            splits += datasets.get_dataset_split_names(repository, config)
-    if word in splits:
-        raise ValueError(
-            f"{repository}:{word}: {word!r} is a configuration and a split there; write {repository}:{word}:SPLIT or "
-            f"{repository}:CONFIG:{word}"
-        )
-    return word, "train"
 
 
 def _config_names(repository: str) -> list[str]:

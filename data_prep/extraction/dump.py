@@ -4,14 +4,15 @@ The states of a dialogue depend only on its shard (a batch never has dialogues o
 processes, and a resumed run, write the same bytes.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from data_prep.common.target import enough_memory
 from data_prep.dialogues.encoding import EncodedSplit
 from data_prep.store.manifest import StoreManifest
 from data_prep.store.quantise import SCALED, state_names, storage_dtype, to_storage
@@ -152,29 +153,22 @@ def forward(
         return target.features(ids.to(target.device, non_blocking=True), lengths, tuple(header.taps))
 
 
-@contextlib.contextmanager
-def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
+def explained(ids: torch.Tensor, batch_tokens: int) -> AbstractContextManager[None]:
     """Turn running out of the device's memory into a ValueError with a fix."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"out of memory in a forward of {ids.numel()} tokens; lower batch_tokens (now {batch_tokens}) or "
-            "max_length and run again: finished shards are kept"
-        ) from error
+    fix = f"lower batch_tokens (now {batch_tokens}) or max_length"
+    return enough_memory(f"in a forward of {ids.numel()} tokens", fix)
 
 
 class Background:
     """Runs jobs one after the other in a thread, with at most ``IN_FLIGHT`` of them waiting or running.
 
     On leaving the context it waits for all jobs, also after an error of the caller. A job's error is raised in the
-    caller's thread at its next ``submit`` or ``check`` or on leaving; no job starts after a failed one.
+    caller's thread at its next ``submit`` or ``check`` or on leaving.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writing shards")
         self._jobs: list[Future[None]] = []
-        self._last: Future[None] | None = None
 
     def __enter__(self) -> "Background":
         return self
@@ -189,16 +183,9 @@ class Background:
         self.check()
         while len(self._jobs) >= IN_FLIGHT:
             self._jobs.pop(0).result()
-        self._last = self._thread.submit(_after, self._last, job)
-        self._jobs.append(self._last)
+        self._jobs.append(self._thread.submit(job))
 
     def check(self) -> None:
         """Raise the error of a failed job; does not wait."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
-
-
-def _after(before: "Future[None] | None", job: Callable[[], None]) -> None:
-    if before is not None:
-        before.result()  # raises its error, so that the job does not start
-    job()

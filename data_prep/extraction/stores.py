@@ -13,8 +13,8 @@ import torch
 from tqdm import tqdm
 
 from data_prep.answers.finished import begun_on
+from data_prep.answers.finished import kept as answers_kept
 from data_prep.answers.heldout import HELDOUT, answers_file, with_own_answers
-from data_prep.answers.regeneration import answered
 from data_prep.common.disk import check_room, free_bytes
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
@@ -107,10 +107,8 @@ def kept(config: FeaturesConfig) -> str:
     """Last line of an interrupted run: what is kept, and the command that continues."""
     stores = [Path(config.out) / split for split in config.splits]
     dialogues = sum(read_manifest(store).consumed for store in stores if (store / MANIFEST).is_file())
-    if not dialogues and (answers := answered(answers_file(config))):
-        return f"{answers:,} held-out answers are kept in {config.out}; to go on: {command()}"
     if not dialogues:
-        return f"nothing was written yet; to start again: {command()}"
+        return answers_kept(answers_file(config), "held-out answer")
     return f"{dialogues:,} dialogues are kept in {config.out}; to go on: {command()}"
 
 
@@ -253,9 +251,8 @@ def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
 
 def report_found(work: Work, writer: StoreWriter, config: FeaturesConfig) -> None:
     """Print what an earlier run left in the store's folder, if the user should know."""
-    if writer.stale_writer:
-        shards = len(writer.manifest.shards)
-        print(f"{work.path}: {writer.stale_writer} died here; continuing after its {shards} shards")
+    if not writer.manifest.complete and (shards := len(writer.manifest.shards)):
+        print(f"{work.path}: continuing after {shards} shards")
     for problem in writer.damaged:
         print(f"{problem}; that shard is made again")
     plan = writer.manifest.plan

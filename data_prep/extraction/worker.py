@@ -4,7 +4,6 @@ Every dialogue is a prompt with one token to generate. The connector writes the 
 to the engine and reports finished tokens on stdout.
 """
 
-import json
 import os
 import sys
 import time
@@ -12,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_prep.extraction.job import FAILED, Job
+from data_prep.common.other_python import Say, answering, questions
+from data_prep.extraction.shards import FAILED, Job
 from data_prep.store.manifest import shard_file
 
 DEFAULTS = {
@@ -58,7 +58,7 @@ class Engine:
         return [output.request_id for output in self._engine.step() if output.finished]
 
 
-def run(engine: Engine, folder: str, say: Callable[[dict[str, Any]], None]) -> None:
+def run(engine: Engine, folder: str, say: Say) -> None:
     """Process a job; raises ValueError if a shard could not be written."""
     job, parent = Job.read(folder), os.getppid()
     waiting: dict[str, int] = {}  # tokens of each request that has not ended
@@ -88,23 +88,14 @@ def run(engine: Engine, folder: str, say: Callable[[dict[str, Any]], None]) -> N
 
 
 def main(load: Callable[[dict[str, Any]], Engine] = Engine) -> None:
-    """Answer until stdin ends; vLLM's own output goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def say(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    try:
-        engine = load(json.loads(sys.stdin.readline()))
+    """Answer until stdin ends."""
+    with answering() as say:
+        asked = questions()
+        engine = load(next(asked))
         say({"loaded": True})
-        for line in sys.stdin:
-            run(engine, json.loads(line), say)
+        for folder in asked:
+            run(engine, folder, say)
             say({"done": True})
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        raise
 
 
 if __name__ == "__main__":

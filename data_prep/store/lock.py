@@ -27,7 +27,7 @@ def folder_lock(path: Path) -> Iterator[None]:
 
 
 class RankLock:
-    """A rank's lock, taken under the ``folder_lock``; ``stale``: the holder that died without releasing it.
+    """A rank's lock, taken under the ``folder_lock``.
 
     Raises ValueError if another process has this rank, or a process of another number of ranks is writing.
     """
@@ -56,7 +56,6 @@ class RankLock:
                 f"{path} is being written by {holder or 'another process'}; wait for it or stop it, or give this one "
                 "its own --rank or another `out`"
             ) from None
-        self.stale = self._holder() or None
         self._file.truncate(0)
         who = f"process {os.getpid()} on {socket.gethostname()}"
         self._file.write(f"{who}, {rank.describe()}" if rank.count > 1 else who)
@@ -64,7 +63,7 @@ class RankLock:
         os.fsync(self._file.fileno())  # so that other machines can read it
 
     def release(self) -> None:
-        """Empty the file (a name in it means that its writer died) and free the lock."""
+        """Empty the file and free the lock."""
         self._file.truncate(0)
         self._file.close()
 

@@ -94,7 +94,6 @@ class StoreWriter:
         rank: this process among those that write the store.
 
     Attributes:
-        stale_writer: the process that held the lock and died without releasing it.
         damaged: problems of finished shards that were missing or cut short and are written again.
 
     Raises (on entering):
@@ -105,7 +104,6 @@ class StoreWriter:
     def __init__(self, path: str | Path, header: StoreManifest, rank: Rank | None = None) -> None:
         self.path = Path(path)
         self.rank = rank or Rank()
-        self.stale_writer: str | None = None
         self.damaged: list[str] = []
         self._header = header.model_copy(deep=True)
         self._records: dict[int, ShardRecord] = {}
@@ -116,7 +114,6 @@ class StoreWriter:
         with folder_lock(self.path), contextlib.ExitStack() as opened:
             lock = RankLock(self.path, self.rank)
             opened.callback(lock.release)
-            self.stale_writer = lock.stale
             self._continue_or_start(shared=lock.others > 0)
             self._open = opened.pop_all()
         return self

@@ -6,10 +6,8 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
-from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,9 +20,8 @@ from drafters.base import Drafter
 from drafters.common.threads import fit_threads
 from drafters.common.wording import dtype_name
 from drafters.loading import load_drafter
-from drafters.loop.generate import generate
+from drafters.loop.generate import Trace, generate
 from drafters.loop.sampling import Sampling
-from drafters.loop.trace import Trace
 from drafters.methods import make_drafter
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel
@@ -151,10 +148,7 @@ class Chat:
             asked, dropped = asked[2:], dropped + 1
             ids = self.prompt(asked)
         if len(ids) > limit:
-            raise ValueError(
-                f"{len(ids):,} tokens, and beside --max-new-tokens {self.max_new_tokens:,} the context has room for "
-                f"{limit:,}: ask for less"
-            )
+            raise ValueError(f"{len(ids):,} tokens, and beside the answer there is room for {limit:,}: ask for less")
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.say(f"[the context is full: the oldest {turns} forgotten]")
@@ -168,7 +162,8 @@ class Chat:
         """Decode and print an answer by ``drafter``, and its figures."""
         answer = Answer(self.console, self.tokenizer, drafter.name, self.colours)
         fit_threads()
-        with contextlib.suppress(Stopped), on_interrupt(answer):
+        # Ctrl-C stops the answer after the current step, so that the drafter's state is complete.
+        with contextlib.suppress(Stopped), handling(signal.SIGINT, lambda *_: setattr(answer, "stopped", True)):
             options: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed, "trace": answer.trace}
             length = self.max_new_tokens
             generate(self.target, drafter, [ids], max_new_tokens=length, on_tokens=answer.write, **options)
@@ -195,12 +190,14 @@ class Chat:
         with self.console.status("measuring what a step costs on this machine (cached for the next time)"):
             prepare(self.drafter, 1, Sampling(self.temperature), self.drafter.max_context)
             for drafter in filter(None, (self.drafter, self.plain)):
-                options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
-                # A cache for a whole answer, because graphs are captured for its size; stopped after a few steps.
+                # A cache for a whole answer, because graphs are captured for its size; stopped after four steps.
+                steps = iter(range(4))
+                options: dict[str, Any] = {"on_tokens": lambda row, new, steps=steps: next(steps)}
                 room = min(self.max_new_tokens, drafter.max_context - len(ids))
-                with contextlib.suppress(Stopped):
+                options |= {"max_new_tokens": room, "temperature": self.temperature, "eos_token_id": []}
+                with contextlib.suppress(StopIteration):
                     if room > 0:
-                        generate(self.target, drafter, [ids], max_new_tokens=room, on_tokens=few_steps(), **options)
+                        generate(self.target, drafter, [ids], **options)
 
     def talk(self) -> None:
         """Read and answer lines until the input ends or /quit."""
@@ -236,29 +233,14 @@ class Chat:
                 self.say(f"[{COMMANDS}]")
 
 
-def few_steps() -> Callable[[int, list[int]], None]:
-    """A callback of ``generate`` that stops it after the fourth step."""
-    steps = count()
-
-    def stop(row: int, new: list[int]) -> None:
-        if next(steps) >= 4:
-            raise Stopped
-
-    return stop
-
-
 @contextlib.contextmanager
-def on_interrupt(answer: Answer) -> Iterator[None]:
-    """Ctrl-C stops ``answer`` after the current step, so that the drafter's state is complete."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        answer.stopped = True
-
-    before = signal.signal(signal.SIGINT, stop)
+def handling(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal by ``handler``."""
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
@@ -277,14 +259,9 @@ def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
     device, dtype, speeder = chat.target.device, dtype_name(chat.target.dtype), chat.drafter.name
     precision = f"{given.quantize}, {dtype}" if given.quantize else dtype
     chat.say(f"[{given.target} ({precision}, {device}), drafter: {speeder}{lossy}; {COMMANDS}]")
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as KeyboardInterrupt, while a line is read
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
+    # Ctrl-C as KeyboardInterrupt, while a line is read.
+    with handling(signal.SIGINT, signal.default_int_handler), handling(signal.SIGTERM, signal.SIG_DFL):
         chat.talk()
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def load(console: Console, given: Namespace, method: bool, options: dict[str, Any]) -> Chat:

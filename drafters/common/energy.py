@@ -5,45 +5,34 @@ whole device: it includes idle power and the work of other processes.
 """
 
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import methodcaller
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 POWERCAP = Path("/sys/class/powercap")
-SAMPLE_SECONDS = 0.025
 
 
 class UnavailableError(RuntimeError):
     """This machine has no such counter, or it cannot be read; the message is the reason."""
 
 
-class Counter:
+class Counter(Protocol):
     """Energy from ``start`` to ``stop``; ``how`` describes the counter in the report."""
 
     how: str
-    _before: Any = None
 
     def start(self) -> None:
         """Begin to measure."""
-        self._before = self._read()
 
     def stop(self) -> float:
         """Joules since ``start``."""
-        raise NotImplementedError
-
-    def _read(self) -> Any:
-        raise NotImplementedError
 
 
-class Rapl(Counter):
+class Rapl:
     """Energy counters of all CPU packages, in microjoules; they wrap around.
 
     Only packages are read: they include their sub-domains (cores, memory controllers), and the platform domain of some
@@ -63,123 +52,55 @@ class Rapl(Counter):
             raise UnavailableError(f"this CPU's energy counters (RAPL) are not exposed: no package under {root}")
         self._files = [path / "energy_uj" for path in packages]
         self._ranges = [int(_text(path / "max_energy_range_uj")) for path in packages]
+        self.how = f"RAPL counters of {len(packages)} CPU package(s), read before and after every call"
         self.start()
-        self.how = (
-            f"RAPL counters of {len(packages)} CPU package(s), which advance about once a millisecond, read before and "
-            "after every call"
-        )
+
+    def start(self) -> None:
+        self._before = [int(_text(file)) for file in self._files]
 
     def stop(self) -> float:
-        moved = zip(self._before, self._read(), self._ranges, strict=True)
+        now = [int(_text(file)) for file in self._files]
+        moved = zip(self._before, now, self._ranges, strict=True)
         return sum(after - before + (span if after < before else 0) for before, after, span in moved) / 1e6
-
-    def _read(self) -> list[int]:
-        return [int(_text(file)) for file in self._files]
 
 
 def _text(file: Path) -> str:
     try:
         return file.read_text().strip()
-    except PermissionError:
-        raise UnavailableError(
-            f"{file} may be read by root only: run as root, or give read permission (chmod a+r {file})"
-        ) from None
     except OSError as error:
-        raise UnavailableError(f"{file}: {error.strerror or error}") from None
+        fix = f"; let its owner allow it: chmod a+r {file}" if isinstance(error, PermissionError) else ""
+        raise UnavailableError(f"{file}: {error.strerror or error}{fix}") from None
 
 
-class NvmlEnergy(Counter):
-    """A GPU's own energy counter, in millijoules.
-
-    Raises:
-        Exception: an error of NVML, if the GPU has no such counter (older than Volta, or a partition of a GPU).
-    """
-
-    how = (
-        "NVML's energy counter of the GPU, which advances every few tens of milliseconds, read before and after every "
-        "call"
-    )
-
-    def __init__(self, nvml: ModuleType, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-        self.start()
-
-    def stop(self) -> float:
-        return (self._read() - self._before) / 1e3
-
-    def _read(self) -> int:
-        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-
-
-class NvmlPower(Counter):
-    """A GPU's power, sampled in a thread and integrated by trapezia, for GPUs without an energy counter.
+class Nvml:
+    """The energy counter of the GPU with this UUID, in millijoules.
 
     Raises:
-        Exception: an error of NVML, if it does not report the GPU's power either.
+        UnavailableError: NVML is missing or does not know the GPU, or the GPU has no counter (older than Volta, or a
+            partition of a GPU).
     """
 
-    how = f"the GPU's power from NVML, sampled every {SAMPLE_SECONDS * 1e3:.0f} ms and integrated by trapezia"
+    how = "NVML's energy counter of the GPU, read before and after every call"
 
-    def __init__(self, nvml: ModuleType, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-        self._read()
-        self._samples: list[tuple[float, float]] = []
-        self._ended = threading.Event()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, uuid: str) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            raise UnavailableError("the package nvidia-ml-py is not installed (pip install nvidia-ml-py)") from None
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+            self.start()
+        except pynvml.NVMLError as error:
+            raise UnavailableError(f"NVML tells no energy of this GPU: {error}") from None
 
     def start(self) -> None:
-        self._samples, self._error = [self._read()], None
-        self._ended.clear()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._before = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
 
     def stop(self) -> float:
-        assert self._thread is not None
-        self._ended.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return integrate([*self._samples, self._read()])
-
-    def _run(self) -> None:
-        try:
-            while not self._ended.wait(SAMPLE_SECONDS):
-                self._samples.append(self._read())
-        except Exception as error:  # without all samples the energy is wrong
-            self._error = error
-
-    def _read(self) -> tuple[float, float]:
-        """Seconds and watts."""
-        watts = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
-        return time.perf_counter(), watts
-
-
-def integrate(samples: list[tuple[float, float]]) -> float:
-    """Joules of samples (seconds, watts), by the trapezoidal rule."""
-    pairs = zip(samples, samples[1:], strict=False)
-    return sum((after - before) * (first + second) / 2 for (before, first), (after, second) in pairs)
-
-
-def gpu_counter(uuid: str) -> Counter:
-    """The energy counter of the GPU with this UUID, or its sampled power if it has no counter.
-
-    Raises:
-        UnavailableError: NVML is missing, does not know the GPU, or gets no figure from it.
-    """
-    try:
-        import pynvml
-    except ImportError:
-        raise UnavailableError("the package nvidia-ml-py is not installed (pip install nvidia-ml-py)") from None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-        try:
-            return NvmlEnergy(pynvml, handle)
-        except pynvml.NVMLError:
-            return NvmlPower(pynvml, handle)
-    except pynvml.NVMLError as error:
-        raise UnavailableError(f"NVML tells no energy of this GPU: {error}") from None
+        return (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._before) / 1e3
 
 
 @dataclass
@@ -203,45 +124,44 @@ class EnergyMeter:
     def __init__(self, device: torch.device, powercap: Path = POWERCAP, shared: bool = False) -> None:
         self._counters: dict[str, Counter] = {}
         self._how: dict[str, str] = {}  # "device" or "host" -> how it is measured, or why not
-        if device.type in ("cpu", "cuda") and shared:
-            self._how["device" if device.type == "cpu" else "host"] = "several processes share the CPU"
-        elif device.type == "cpu":
-            self._open("device", lambda: Rapl(powercap))
-        elif device.type == "cuda":
-            self._open("host", lambda: Rapl(powercap))
+        if device.type in ("cpu", "cuda"):
+            self._open("device" if device.type == "cpu" else "host", lambda: _own_cpu(powercap, shared))
         if device.type == "cuda":
-            self._open("device", lambda: gpu_counter(str(torch.cuda.get_device_properties(device).uuid)))
+            self._open("device", lambda: Nvml(str(torch.cuda.get_device_properties(device).uuid)))
         elif device.type != "cpu":
             self._how["device"] = f"there is no energy counter for devices of type {device.type!r}"
 
     def _open(self, place: str, make: Callable[[], Counter]) -> None:
         try:
-            self._counters[place] = make()
-            self._how[place] = self._counters[place].how
-        except UnavailableError as error:
+            self._counters[place] = counter = make()
+            self._how[place] = counter.how
+        except Exception as error:  # it must not end a measurement of speed
             self._how[place] = str(error)
-        except Exception as error:  # an error of NVML must not end a measurement of speed
-            self._how[place] = f"{type(error).__name__}: {error}"
 
     @contextmanager
     def measure(self) -> Iterator[Reading]:
         """Measure what runs inside the ``with`` block; the reading is filled in at its end."""
         reading = Reading()
-        for place in list(self._counters):
-            self._ask(place, methodcaller("start"))
+        self._each(lambda place, counter: counter.start())
         try:
             yield reading
         finally:
-            for place in list(self._counters):
-                setattr(reading, place, self._ask(place, methodcaller("stop")))
+            self._each(lambda place, counter: setattr(reading, place, counter.stop()))
 
-    def _ask(self, place: str, what: Callable[[Counter], float | None]) -> float | None:
-        try:
-            return what(self._counters[place])
-        except Exception as error:
-            self._how[place] = f"{self._counters.pop(place).how}: failed ({type(error).__name__}: {error})"
-            return None
+    def _each(self, do: Callable[[str, Counter], None]) -> None:
+        for place, counter in list(self._counters.items()):
+            try:
+                do(place, counter)
+            except Exception as error:
+                self._how[place] = f"{counter.how}: failed ({type(error).__name__}: {error})"
+                del self._counters[place]
 
     def describe(self) -> dict[str, Any]:
         """For the report: how the energy of the device and the host is measured, or why it is not."""
         return {place: {"available": place in self._counters, "how": how} for place, how in self._how.items()}
+
+
+def _own_cpu(powercap: Path, shared: bool) -> Rapl:
+    if shared:
+        raise UnavailableError("several processes share the CPU")
+    return Rapl(powercap)

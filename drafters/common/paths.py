@@ -106,10 +106,7 @@ def check_loadable(name: str | Path, revision: str | None = None) -> None:
     except PermissionError:
         raise ValueError(_denied(path)) from None
     if revision is not None:
-        raise ValueError(
-            f"revision is {revision!r}, but {str(name)!r} is a local folder, which has no revisions; leave revision "
-            "out, or give the name of a Hub repository"
-        )
+        raise ValueError(f"revision is {revision!r}, but {str(name)!r} is a local folder: leave revision out")
     for file in files:
         readable(file)
 

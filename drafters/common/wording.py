@@ -1,6 +1,9 @@
-"""Sizes, long values, dtypes and class names in messages."""
+"""Texts: read in any Unicode encoding; sizes, long values, dtypes and class names in messages."""
 
+import json
 import reprlib
+import shlex
+from pathlib import Path
 from typing import Any
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -20,7 +23,7 @@ def size_text(size: float) -> str:
 
 def shortened(value: Any, longest: int = LONGEST) -> str:
     """``repr(value)``, shortened in the middle of a long text or number and at the end of a long list."""
-    brief = _Repr()
+    brief = reprlib.Repr()
     brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 8, 8, 8, 6
     brief.maxstring = brief.maxlong = brief.maxother = longest
     return brief.repr(value)
@@ -44,9 +47,51 @@ def how_to_import(source: str) -> str:
     )
 
 
-class _Repr(reprlib.Repr):
-    def repr_int(self, number: int, level: int) -> str:
-        try:
-            return super().repr_int(number, level)
-        except ValueError:  # Python refuses to write out more than some thousand digits
-            return f"a number of about {number.bit_length() * 3 // 10:,} digits"
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, UTF-16 or UTF-32, with or without a byte-order mark.
+
+    Raises:
+        ValueError: it is in another encoding, or no text; the message says how to convert it.
+        OSError: it cannot be read.
+    """
+    return decode(path.read_bytes(), path)
+
+
+def decode(data: bytes, path: Path) -> str:
+    """``data``, the content of the file ``path``, as text; raises ValueError as ``read_text`` does."""
+    encoding = json.detect_encoding(data)
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(not_unicode(data, encoding, error, path)) from None
+
+
+def not_unicode(data: bytes, encoding: str, error: UnicodeDecodeError, path: Path) -> str:
+    """The message for the file ``path`` with ``data`` that cannot be decoded."""
+    if not encoding.startswith("utf-8") or b"\0" in data:
+        return f"{path} is damaged {encoding.upper()}, or no text: {error.reason} at byte {error.start:,}; replace it"
+    # Bytes 0x80 to 0x9F are characters in Windows' code page, and unused control characters in Latin-1.
+    name = "WINDOWS-1252" if any(0x80 <= byte <= 0x9F for byte in data) else "ISO-8859-1"
+    return (
+        f"{path} is not UTF-8 (byte 0x{data[error.start]:02x}), probably {name}; convert it with: "
+        f"iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(path.with_name('utf8-' + path.name)))}"
+    )
+
+
+def json_object(path: Path, source: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it holds something else, or NaN or Infinity; the message begins with ``source``.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"it holds {name}, which is no number of JSON")
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # of JSON and UTF-8
+        raise ValueError(f"{source} is not valid JSON ({error}); it may be half-written") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{source} must hold an object of keys and values, found {shortened(found)}")
+    return found

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from drafters.common.files import replacing, save_tensors
-from drafters.common.paths import readable
-from drafters.drafting.draft_model import check_vocabulary
 from drafters.drafting.retrieval import BETWEEN
+from drafters.drafting.token_file import check_range, load_tokens, save_tokens
 from drafters.model.target import TargetModel
 
-CONTENT, FORMAT_VERSION = "datastore", "1"
+CONTENT, MADE = "datastore", "python -m data_prep.datastore makes one"
 SORTED = 32  # tokens that suffixes are sorted by; equal ones are in the order of the datastore
 
 
@@ -109,10 +104,7 @@ def save_datastore(path: Path, store: Datastore, vocabulary: dict[str, str]) -> 
     Args:
         vocabulary: ``vocabulary_facts`` of the model that the token ids belong to.
     """
-    metadata = {"content": CONTENT, "format_version": FORMAT_VERSION} | vocabulary
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        save_tensors({name: torch.from_numpy(array) for name, array in store._asdict().items()}, temporary, metadata)
+    save_tokens(path, CONTENT, store._asdict(), vocabulary)
 
 
 def load_datastore(path: str, target: TargetModel) -> Datastore:
@@ -121,24 +113,10 @@ def load_datastore(path: str, target: TargetModel) -> Datastore:
     Raises:
         ValueError: no such file, an incomplete or other file, or a datastore of another vocabulary.
     """
-    made = "python -m data_prep.datastore makes one"
-    if not Path(path).is_file():
-        raise ValueError(f"there is no datastore at {path}: {made}")
-    try:
-        with safe_open(readable(Path(path)), framework="pt") as file:
-            metadata = file.metadata() or {}
-            arrays: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no datastore, or only part of one ({error}): {made}") from error
-    if (metadata.get("content"), metadata.get("format_version")) != (CONTENT, FORMAT_VERSION):
-        raise ValueError(f"{path} is a safetensors file but no datastore of version {FORMAT_VERSION}: {made}")
-    check_vocabulary(path, metadata, target, "texts", "use a datastore")
-    found = {name: (array.dtype, array.dim(), array.numel()) for name, array in arrays.items()}
-    size = arrays["tokens"].numel() if "tokens" in arrays else 0
-    if found != dict.fromkeys(Datastore._fields, (torch.int32, 1, size)) or not size:
-        raise ValueError(f"{path} is damaged: expected as many tokens as suffixes, int32, found {found}; {made}")
-    for name, least, most in (("tokens", BETWEEN, target.vocab_size - 1), ("suffixes", 0, size - 1)):
-        low, high = (int(value) for value in arrays[name].aminmax())
-        if not least <= low <= high <= most:
-            raise ValueError(f"{path} is damaged: {name} run from {low} to {high}, not from {least} to {most}; {made}")
-    return Datastore(*(arrays[name].numpy() for name in Datastore._fields))
+    store = Datastore(*load_tokens(Path(path), CONTENT, Datastore._fields, target, MADE))
+    size = len(store.tokens)
+    if len(store.suffixes) != size or not size:
+        raise ValueError(f"{path} is damaged: it has {size} tokens and {len(store.suffixes)} suffixes; {MADE}")
+    check_range(Path(path), "tokens", store.tokens, BETWEEN, target.vocab_size - 1, MADE)
+    check_range(Path(path), "suffixes", store.suffixes, 0, size - 1, MADE)
+    return store

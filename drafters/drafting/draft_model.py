@@ -1,14 +1,7 @@
-"""Base of drafters with a draft model: load it, check its tokenizer against the target's, and keep its cache.
+"""Base of drafters with a draft model: load it, check its tokenizer against the target's, and keep its cache."""
 
-Also the check of files of token ids (phrase pools, datastores) against a model's vocabulary.
-"""
-
-import hashlib
-import json
-from collections.abc import Mapping
 from copy import copy
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -52,20 +45,23 @@ class DraftModelDrafter(Drafter):
         self._cache = KVCache.nothing()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
         self._cache.release()  # frees the memory before the new cache takes its own
-        self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
-        prompts = [row[:-1] for row in state.tokens]
-        self.draft_model.run(padded(prompts, self.draft_model.device), self._cache)
-        self._cache.commit_first([len(prompt) for prompt in prompts])
+        self._cache = self._prefill(state)
         self.lm_head.read(state.tokens)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        whole, self._cache = self._cache, KVCache.nothing()
-        self.begin(part, output)
+        cache = self._prefill(part)
         for number, row in enumerate(rows):
-            whole.copy_row(row, self._cache, number)
-        self._cache.release()
-        self._cache = whole
+            self._cache.copy_row(row, cache, number)
+        cache.release()
+
+    def _prefill(self, state: DecodeState) -> KVCache:
+        cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
+        prompts = [row[:-1] for row in state.tokens]
+        self.draft_model.run(padded(prompts, self.draft_model.device), cache)
+        cache.commit_first([len(prompt) for prompt in prompts])
+        return cache
 
     def _read(self, tokens: list[int]) -> Tensor:
         """Run the draft model over ``tokens`` of a batch of one and commit them; features ``[1, H]`` after the last."""
@@ -95,9 +91,8 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
     check_tokenizers(draft_model.name, ours, target.name, theirs)
     if draft_model.vocab_size != target.vocab_size and not (ours and theirs):
         raise ValueError(
-            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens, target {target.name} "
-            f"one of {target.vocab_size}, and a tokenizer is missing to compare their token ids: put the tokenizers "
-            "into the folders of the weights, or choose another draft model"
+            f"draft model {draft_model.name} has {draft_model.vocab_size} tokens, target {target.name} "
+            f"{target.vocab_size}, and there are no tokenizers to compare: put them beside the weights"
         )
     return over_vocabulary(draft_model, target.vocab_size)
 
@@ -155,39 +150,3 @@ def tokenizer_vocabulary(source: str, revision: str | None) -> dict[str, int] | 
         return vocabulary
     except ValueError:
         return None  # decoding needs only token ids, so a model may come without a tokenizer
-
-
-def vocabulary_facts(name: str, size: int, tokens: dict[str, int] | None) -> dict[str, str]:
-    """Metadata of a file of token ids: the model's name, its vocabulary size, and a hash of its tokenizer's vocabulary.
-
-    The hash is empty without a tokenizer.
-    """
-    digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else ""
-    return {"model": name, "vocab_size": str(size), "vocabulary": digest}
-
-
-def model_facts(model: TargetModel) -> dict[str, str]:
-    """``vocabulary_facts`` of a loaded model."""
-    return vocabulary_facts(model.name, model.vocab_size, vocabulary(model))
-
-
-def check_vocabulary(path: str | Path, facts: Mapping[str, str], model: TargetModel, what: str, fix: str) -> None:
-    """Raise ValueError if a file's ``vocabulary_facts`` do not fit ``model``.
-
-    Args:
-        what: what the file contains, for the message.
-        fix: what to do, for the message; it goes on with "of this target".
-    """
-    maker, own = facts.get("model"), model_facts(model)
-    theirs, ours = facts.get("vocabulary"), own["vocabulary"]
-    same_tokenizer = ours and ours == theirs  # models of one tokenizer may be padded to different sizes
-    if facts.get("vocab_size") != own["vocab_size"] and not same_tokenizer:
-        raise ValueError(
-            f"{path} holds {what} of {maker}, whose vocabulary has {facts.get('vocab_size')} tokens; that of "
-            f"{model.name} has {model.vocab_size}: {fix} of this target"
-        )
-    if theirs and ours and theirs != ours:  # each is empty without a tokenizer
-        raise ValueError(
-            f"{path} holds {what} of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of "
-            f"{model.name} ({ours[:12]}): {fix} of this target"
-        )

@@ -55,7 +55,7 @@ class MergedTree(DraftTree):
             q: ``[S, gamma, V]`` the distributions that drew the tokens; None for greedy verification.
         """
         (count, gamma), device = sequences.shape, sequences.device
-        trie = Trie.of((tuple(line) for line in sequences.tolist()), gamma, stop)
+        trie = Trie((tuple(line) for line in sequences.tolist()), gamma, stop)
         trials = _trials(trie.paths, gamma) if q is not None else {}
         inner = sorted(trials, key=lambda row: -len(trials[row]))
         numbers = [len(trials[row]) for row in inner]

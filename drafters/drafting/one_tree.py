@@ -60,14 +60,18 @@ def with_copies(
         tokens = [copy.tokens[node] for node in nodes]
         above = [number[copy.parents[node]] for node in nodes]
         new.append([tokens + [0] * padding, above + [ROOT] * padding])
-        deepest = max([deepest, *(_depth(copy, node) for node in nodes)])
+        depths: list[int] = []
+        for parent in copy.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        deepest = max([deepest, *(depths[node] for node in nodes)])
     tokens_new, parents_new = torch.tensor(new, device=device).unbind(1)  # [B, width] each
     # Append them to every field of the draft.
     counts = torch.tensor([len(nodes) for nodes in chosen], device=device)[:, None]
     real = torch.arange(width, device=device) < counts  # [B, width]
     old = torch.ones_like(draft.tokens, dtype=torch.bool) if draft.valid is None else draft.valid
     parents = torch.cat([draft.parents, parents_new], dim=1)
-    whole = replace(
+    chain = torch.arange(ROOT, parents.shape[1] - 1, device=device).expand_as(parents)
+    return replace(
         draft,
         tokens=torch.cat([draft.tokens, tokens_new], dim=1),
         parents=parents,
@@ -75,15 +79,5 @@ def with_copies(
         valid=None if draft.valid is None and len(set(map(len, chosen))) == 1 else torch.cat([old, real], dim=1),
         see=None,
         draws=None if draft.draws is None else draft.draws + (0,) * (deepest - len(draft.draws)),
-        is_chain=False,
+        is_chain=draft.is_chain and device.type == "cpu" and torch.equal(parents, chain),
     )
-    if draft.is_chain and device.type == "cpu":
-        whole.is_chain = torch.equal(parents, torch.arange(ROOT, whole.size - 1).expand_as(parents))
-    return whole
-
-
-def _depth(copy: Copy, node: int) -> int:
-    depth = 0
-    while node != ROOT:
-        depth, node = depth + 1, copy.parents[node]
-    return depth

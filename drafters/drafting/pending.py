@@ -16,32 +16,25 @@ class PendingFeatures:
     """
 
     def __init__(self, output: FeatureOutput, lengths: list[int]) -> None:
-        self._parts = [(last_of(output.features, lengths)[:, None], [1] * len(lengths))]
+        self.features, self.counts = last_of(output.features, lengths)[:, None], [1] * len(lengths)
 
     def add(self, output: FeatureOutput, verdict: Verdict) -> None:
         """Append the features of the rows that a step committed; none for a finished batch row."""
-        self._parts.append((rows_of(output.features, verdict.rows), [len(rows) for rows in verdict.rows]))
+        features, rows = output.features, verdict.rows
+        if any(self.counts):
+            width = self.features.shape[1]
+            features = torch.cat([self.features, features], dim=1)
+            pairs = zip(self.counts, rows, strict=True)
+            rows = [[*range(count), *(width + row for row in new)] for count, new in pairs]
+        self.features, self.counts = rows_of(features, rows), list(map(len, rows))
 
-    def all(self) -> tuple[Tensor, list[int]]:
-        """All pending features, and how many each batch row has."""
-        if len(self._parts) > 1:
-            rows: list[list[int]] = [[] for _ in self._parts[0][1]]
-            start = 0
-            for features, counts in self._parts:
-                for row, count in zip(rows, counts, strict=True):
-                    row.extend(range(start, start + count))
-                start += features.shape[1]
-            whole = torch.cat([features for features, _ in self._parts], dim=1)
-            self._parts = [(rows_of(whole, rows), [len(row) for row in rows])]
-        return self._parts[0]
-
-    def clear(self) -> None:
-        """The head has taken them in."""
-        self._parts = []
+    def take(self) -> tuple[Tensor, list[int]]:
+        """All pending features, and how many each batch row has; none are left."""
+        counts, self.counts = self.counts, [0] * len(self.counts)
+        return self.features, counts
 
     def replace(self, rows: list[int], other: "PendingFeatures") -> None:
         """Give ``rows`` the pending features of another batch's rows 0, 1, ..., which have one each."""
-        (features, counts), (first, _) = self.all(), other.all()
         for number, row in enumerate(rows):
-            features[row, 0], counts[row] = first[number, 0], 1
-        self._parts = [(features[:, : max(counts)], counts)]
+            self.features[row, 0], self.counts[row] = other.features[number, 0], 1
+        self.features = self.features[:, : max(self.counts)]

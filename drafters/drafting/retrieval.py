@@ -128,10 +128,6 @@ class Retrieval(Drafter):
     policy: "CopyPolicy | None" = None
     _copies: list[Copy]  # of the latest step, before the policy cut them
 
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
-
     def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         """Return the copy for a batch row, ``NOTHING`` without a match."""
         raise NotImplementedError

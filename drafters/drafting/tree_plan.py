@@ -16,13 +16,8 @@ from drafters.model.rows import Rows
 
 # EAGLE, Figure 9: 25 nodes, 4/8/8/3/2 per level. A node is given by its path: the rank among its siblings of each
 # ancestor and of itself.
-EAGLE_TREE = [
-    *([0], [1], [2], [3]),
-    *([0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]),
-    *([0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0]),
-    *([0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2]),
-    *([0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
-]
+_PATHS = """0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100  0000 0001 0002  00000 00001"""
+EAGLE_TREE = [[int(rank) for rank in path] for path in _PATHS.split()]
 
 # (features [B, R, H], tokens [B, R], rows) -> predicted features [B, R, H]
 Extend = Callable[[Tensor, Tensor, Rows], Tensor]

@@ -1,12 +1,12 @@
 """Token sequences merged by common prefixes, on the host (Lookahead, Ouroboros, SpecInfer, SpecTr)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 
-@dataclass
 class Trie:
-    """Token sequences merged by common prefixes; nodes are in topological order.
+    """Token sequences merged by common prefixes, each cut to ``longest`` tokens and after its first token in ``stop``.
+
+    Nodes are in topological order.
 
     Attributes:
         tokens: token of each node.
@@ -15,25 +15,22 @@ class Trie:
         children: (node, token) -> its child with that token.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    paths: list[list[int]] = field(default_factory=list)
-    children: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sequences: Iterable[tuple[int, ...]], longest: int, stop: frozenset[int] = frozenset()) -> "Trie":
-        """Merge sequences, each cut to ``longest`` tokens and after its first token in ``stop`` (EOS)."""
-        trie = cls()
+    def __init__(
+        self, sequences: Iterable[tuple[int, ...]] = (), longest: int = 0, stop: frozenset[int] = frozenset()
+    ) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.paths: list[list[int]] = []
+        self.children: dict[tuple[int, int], int] = {}
         for sequence in sequences:
             at, path = -1, []
             for token in sequence[: max(longest, 0)]:
-                node = trie.children.setdefault((at, token), len(trie.tokens))
-                if node == len(trie.tokens):
-                    trie.tokens.append(token)
-                    trie.parents.append(at)
+                node = self.children.setdefault((at, token), len(self.tokens))
+                if node == len(self.tokens):
+                    self.tokens.append(token)
+                    self.parents.append(at)
                 path.append(node)
                 at = node
                 if token in stop:
                     break
-            trie.paths.append(path)
-        return trie
+            self.paths.append(path)

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from drafters.hub.checkpoint import drafter_type
     from drafters.hub.publishing import card_of, files_of, push_to_hub
-    from drafters.layouts.serving import serving
+    from drafters.layouts.export import serving
     from drafters.methods import drafter_class
 
     card = Card(

@@ -7,7 +7,7 @@ version, a missing or unexpected weight, another shape, NaN or another target is
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from drafters.common.files import replacing, save_tensors, sync
 from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable
-from drafters.common.wording import dtype_name, how_to_import, shortened, with_article
+from drafters.common.wording import dtype_name, how_to_import, json_object, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
 from drafters.hub.client import look_up
 from drafters.hub.model_card import CARD_FILE
@@ -128,7 +128,10 @@ def save_checkpoint(
     if isinstance(checked, AdapterConfig):
         raise ValueError(f"{folder} has the config of an adapter of {checked.base.name!r}; name the head itself")
     state = module.state_dict() if isinstance(module, nn.Module) else module
-    weights = {name: _portable(value, dtype) for name, value in state.items()}
+    weights = {}
+    for name, value in state.items():
+        kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
+        weights[name] = value.detach().to("cpu", kept).contiguous().clone()  # safetensors refuses shared storage
     check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -178,17 +181,12 @@ def read_config(folder: Path, source: str | None = None) -> CheckpointConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{source} holds no {CONFIG_FILE}; a drafter is a folder of {CONFIG_FILE} and {WEIGHTS_FILE}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
-        raise ValueError(f"{source}: {CONFIG_FILE} is not valid JSON ({error}); it may be half-written") from None
-    return parse_config(data, source=f"{source}: {CONFIG_FILE}")
+    source = f"{source}: {CONFIG_FILE}"
+    return parse_config(json_object(path, source), source)
 
 
-def parse_config(data: Any, source: str) -> CheckpointConfig:
+def parse_config(data: dict[str, Any], source: str) -> CheckpointConfig:
     """Check the content of a ``config.json``; errors begin with ``source``."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{source} must hold an object of keys and values, found {type(data).__name__}")
     if "drafter_type" not in data:
         kind = data.get("architectures") or data.get("model_type") or sorted(data)
         raise ValueError(
@@ -197,10 +195,7 @@ def parse_config(data: Any, source: str) -> CheckpointConfig:
         )
     version = data.get("format_version")
     if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{source} has format_version {version!r}, this version reads {FORMAT_VERSION}; "
-            "update the toolkit, or train the drafter again"
-        )
+        raise ValueError(f"{source} has format_version {version!r}, and this toolkit reads {FORMAT_VERSION}")
     return validate(AdapterConfig if "base" in data else CheckpointConfig, data, source=source)
 
 
@@ -213,18 +208,14 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
         ValueError: weights are missing, unexpected, of another shape, integers or NaN; the message lists them.
     """
     own = module.state_dict()
-
-    def differing(look: Callable[[Tensor], object], shown: Callable[[Tensor], object]) -> list[str]:
-        names = [name for name in sorted(own.keys() & state.keys()) if look(state[name]) != look(own[name])]
-        return [f"{name}: {shown(state[name])} in {source}, {shown(own[name])} in the drafter" for name in names]
-
+    pairs = [(name, state[name], own[name]) for name in sorted(own.keys() & state.keys())]
+    kinds = [(name, a.dtype, b.dtype) for name, a, b in pairs if a.is_floating_point() != b.is_floating_point()]
+    sizes = [(name, list(a.shape), list(b.shape)) for name, a, b in pairs if a.shape != b.shape]
     found = {
         "missing weights": sorted(own.keys() - state.keys()),
         "unexpected weights": sorted(state.keys() - own.keys()),
-        "shapes differ": differing(lambda value: value.shape, lambda value: list(value.shape)),
-        "whole numbers in place of weights": differing(
-            lambda value: value.is_floating_point(), lambda value: dtype_name(value.dtype)
-        ),
+        "shapes differ": [f"{name}: {a} in {source}, {b} in the drafter" for name, a, b in sizes],
+        "whole numbers in place of weights": [f"{name}: {dtype_name(a)}, not {dtype_name(b)}" for name, a, b in kinds],
     }
     problems = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
     if problems:
@@ -258,8 +249,7 @@ def check_target(config: Mapping[str, Any], target: "TargetModel") -> None:
     at_revision = f" (revision {trained.revision})" if trained.revision else ""
     raise ValueError(
         f"this drafter was trained for {trained.name!r}{at_revision}, not for {target.name!r}: {differing}. "
-        f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r} "
-        f"(deepspeed train/{config['drafter_type']}.py --config ...)"
+        f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r}"
     )
 
 
@@ -288,15 +278,9 @@ def snapshot(repo_id: str, files: list[str], revision: str | None = None, token:
     except RevisionNotFoundError:
         raise ValueError(f"the Hub repository {repo_id!r} has no revision {revision!r}") from None
     except RepositoryNotFoundError:
-        raise ValueError(
-            f"{looked}, and no Hub repository of that name that you may read "
-            "(if it is private, log in with `hf auth login`)"
-        ) from None
+        raise ValueError(f"{looked}, and no such Hub repository; for a private one: `hf auth login`") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise ValueError(
-            f"{looked}, and the Hub cannot be reached to look for a repository of that name "
-            "(check the connection and HF_HUB_OFFLINE)"
-        ) from None
+        raise ValueError(f"{looked}, and the Hub cannot be reached (check the connection and HF_HUB_OFFLINE)") from None
     except (HFValidationError, HfHubHTTPError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{looked}, and the Hub answers: {reason}") from None
@@ -324,19 +308,8 @@ def _no_weights(source: str, names: list[str], wanted: str = WEIGHTS_FILE) -> st
     )
 
 
-def _portable(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``value`` on the CPU, with storage of its own (safetensors refuses shared storage)."""
-    value = value.detach()
-    if dtype is not None and value.is_floating_point():
-        value = value.to(dtype)
-    return value.cpu().contiguous().clone()
-
-
 def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raise ValueError if a weight holds NaN or infinity."""
     bad = sorted(name for name, value in weights.items() if not torch.isfinite(value).all())
     if bad:
-        raise ValueError(
-            f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
-            "check the gradient norm) or the file is damaged"
-        )
+        raise ValueError(f"{source}: NaN or infinite values in {', '.join(bad)}: lower the learning rate")

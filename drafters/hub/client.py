@@ -19,31 +19,20 @@ from drafters.common.wording import shortened
 PATIENCE = 30.0  # seconds: the timeout of requests for which huggingface_hub sets none
 
 
-def check_repo_id(name: object, own: bool = True) -> None:
-    """Raise ValueError unless ``name`` may be a repository's, as ``user/name``.
+def check_repo_ids(own: Any, *others: Any) -> None:
+    """Raise ValueError for a name that cannot be a repository's, as ``user/name``; None among ``others`` is skipped.
 
     Args:
-        own: True if the user writes to it; others may have old names without a user, such as gpt2.
+        own: of the repository that the user writes to. Others may have old names without a user, such as gpt2.
     """
-    wrong = ""
-    try:
-        validate_repo_id(name)  # type: ignore[arg-type]
-    except HFValidationError as error:
-        wrong = str(error)
-    if not wrong and (not isinstance(name, str) or ("/" not in name and own) or not name.isascii()):
-        wrong = "give the user or organisation and the name, in ASCII"
-    if not wrong and str(name).startswith(("datasets/", "spaces/", "models/")):
-        wrong = f"{str(name).partition('/')[0]} is no user"
-    if wrong:
-        raise ValueError(f"{shortened(name)} is not a Hub repository name like 'user/my-drafter': {wrong}")
-
-
-def check_repo_ids(own: object, *others: object) -> None:
-    """Raise ValueError as ``check_repo_id`` does, for the first wrong name; None among ``others`` is skipped."""
-    check_repo_id(own)
-    for name in others:
-        if name is not None:
-            check_repo_id(name, own=False)
+    for name in (own, *(other for other in others if other is not None)):
+        try:
+            validate_repo_id(name)
+            bare = "/" not in name and name is own
+            if bare or not name.isascii() or name.startswith(("datasets/", "spaces/", "models/")):
+                raise HFValidationError("give the user or organisation and the name, in ASCII")
+        except HFValidationError as error:
+            raise ValueError(f"{shortened(name)} is no Hub repository name like 'user/my-drafter': {error}") from None
 
 
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
@@ -68,7 +57,7 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
     try:
         get_hf_file_metadata(url, token=token, timeout=seconds)
     except (EntryNotFoundError, OfflineModeIsEnabled):
-        return
+        pass
     except HfHubHTTPError as error:
         if error.response.status_code < 500 and not cached:
             raise
@@ -79,7 +68,7 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
                 "try again later or, if it was downloaded before, set HF_HUB_OFFLINE=1 to work without the Hub"
             ) from None
     except OSError:
-        return
+        pass
 
 
 def _with_timeout(request: Any) -> None:

@@ -93,10 +93,7 @@ def check_card(folder: Path, *evidence: object) -> None:
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
     if (folder / CARD_FILE).is_file() and any(one is not None for one in evidence):
-        raise ValueError(
-            f"{folder / CARD_FILE} is published as it is, without the certificate, report or figures given: remove it, "
-            "and a card is written with them"
-        )
+        raise ValueError(f"{folder / CARD_FILE} would be published without the figures given: remove it")
 
 
 def model_card(config: Found, repo_id: str, parameters: int, card: Card | None = None) -> str:

@@ -4,13 +4,11 @@ The Hub is not sent files that it has, so a repeated command continues an interr
 """
 
 import contextlib
+import itertools
 import json
 import sys
-import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import (
@@ -24,7 +22,6 @@ from huggingface_hub.errors import (
 from drafters.common.paths import names_only
 from drafters.hub import checkpoint
 from drafters.hub.client import check_repo_ids, look_up
-from drafters.hub.declared import Layout, Recipe
 from drafters.hub.model_card import CARD_FILE, Card, check_card, model_card, with_header
 
 ATTEMPTS, WAIT = 4, 2.0  # seconds before the second attempt; doubled before each later one
@@ -35,43 +32,6 @@ GENERATE_FILES = {  # with these files transformers decodes with a drafter from 
 }
 EVENTS = "tensorboard/events.out.tfevents.*"
 Files = dict[str, Path | bytes]
-
-
-class PublishMixin:
-    """Saving and publishing of a drafter with a trained ``module``."""
-
-    name: ClassVar[str]
-    card_title: ClassVar[str] = ""
-    layout: ClassVar[Layout] = Layout()
-    recipe: ClassVar[Recipe | None] = None
-    target: Any
-    module: Any
-    provenance: dict[str, Any]
-
-    def drafter_config(self) -> dict[str, Any]:
-        """What ``build_module`` needs to build the module again."""
-        return {}
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json, model.safetensors and the two files of ``model.generate(custom_generate=folder)``."""
-        known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
-        checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
-        for name, content in GENERATE_FILES.items():
-            file = Path(folder) / name
-            file.parent.mkdir(exist_ok=True)
-            file.write_bytes(content)
-
-    def push_to_hub(self, repo_id: str, card: Card | None = None, **hub_options: Any) -> str:
-        """Upload to the Hub with a model card; returns the repository's address.
-
-        Args:
-            card: license, figures and more: ``Card(license="mit", certificate=..., report=...)``.
-            hub_options: of ``publishing.push_to_hub``: ``private``, ``revision``, ``token``.
-        """
-        card = card or Card()
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return push_to_hub(folder, repo_id, card=replace(card, title=card.title or self.card_title), **hub_options)
 
 
 def push_to_hub(
@@ -103,16 +63,14 @@ def push_to_hub(
     """
     files = files_of(Path(folder), repo_id, card)
     try:
-        for attempt in range(1, ATTEMPTS):
+        for attempt in itertools.count(1):
             try:
                 return _upload(files, repo_id, private, token, commit_message, revision)
             except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
-                wait = _pause(error, attempt)
-                print(
-                    f"attempt {attempt} of {ATTEMPTS} failed ({_reason(error)}); again in {wait:g} s", file=sys.stderr
-                )
+                wait, said = _pause(error, attempt), _reason(error)
+                print(f"attempt {attempt} of {ATTEMPTS} failed ({said}); again in {wait:g} s", file=sys.stderr)
                 time.sleep(wait)
-        return _upload(files, repo_id, private, token, commit_message, revision)
+        raise AssertionError
     except OfflineModeIsEnabled:
         raise ValueError(f"cannot publish {repo_id!r}: HF_HUB_OFFLINE is set; unset it to reach the Hub") from None
     except HfHubHTTPError as error:
@@ -175,7 +133,7 @@ def _pause(error: Exception, attempt: int) -> float:
         return 0.0
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 500
     final = isinstance(error, HFValidationError | OfflineModeIsEnabled | RuntimeError)
-    if final or (status < 500 and status not in TEMPORARY):
+    if final or attempt == ATTEMPTS or (status < 500 and status not in TEMPORARY):
         raise error
     return WAIT * 2.0 ** (attempt - 1)
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafters.common.files import strict_json
 from drafters.common.paths import readable
-from drafters.common.wording import shortened
+from drafters.common.wording import json_object, shortened
 from drafters.hub.declared import Layout
 
 CONFIG_FILE = "config.json"
@@ -27,12 +26,7 @@ def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{source} holds no {path.name}; a released head is a folder of that and one file of weights")
-    try:
-        found = strict_json(readable(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{source}: {path.name} is not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{source}: {path.name} must hold an object of keys and values, found {shortened(found)}")
+    found = json_object(readable(path), f"{source}: {path.name}")
     if "drafter_type" in found:
         raise ValueError(f"{source} is a drafter of this toolkit; {own}")
     return found

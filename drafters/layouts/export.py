@@ -12,10 +12,10 @@ from drafters.common.files import check_new_folder, replace_json, replace_text, 
 from drafters.common.paths import readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
-from drafters.hub.checkpoint import WEIGHTS_FILE, load_state
+from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
-from drafters.layouts.readme import HOT_TOKENS, Exported, readme
+from drafters.layouts.readme import HOT_TOKENS, Exported, readme, sglang, vllm
 from drafters.layouts.released import (
     BIASED,
     PICKLED_FILE,
@@ -189,6 +189,25 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
     return found
 
 
+def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
+    """How vLLM and SGLang serve the drafter after ``drafters.export``; empty if they cannot, or it is not known."""
+    config, weights = load_checkpoint(folder)
+    method, options, trained = config["drafter_type"], config["drafter"], config["target"]
+    try:
+        reasons = served_by(method, options, load_config_only(trained["name"], trained["revision"]))
+    except ValueError:  # no head for this target, or no target to read the family from
+        return ""
+    sections, target = [], base_model or shown_name(trained["name"])
+    hot = None if options.get("draft_vocab") is None else weights.get(DRAFT_IDS)
+    for to, how in (("vllm", vllm), ("sglang", sglang)):
+        if reasons[to] is None:
+            out = Path(f"{repo_id.split('/')[-1]}-{to}")
+            export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
+            section = how(Exported(repo_id, target, to, out, hot, method))
+            sections.append(section.replace("```sh\n", f"```sh\n{export}\n", 1))
+    return "\n\n".join(sections)
+
+
 def _refuse(checkpoint: str, to: str, reason: str | None) -> None:
     """Raise ValueError if there is a ``reason``."""
     if reason is not None:
@@ -270,18 +289,11 @@ def _hot_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) -> list[str]:
     found = [] if without is None else [f"{READERS[to]} cannot serve this today: {without}; the folder has its layout"]
-    if hot is None:
-        return found
-    if to == "sglang":
-        return [
-            *found,
-            f"the draft vocabulary of {len(hot):,} tokens is in {HOT_TOKENS}; README.md says how it is given",
-        ]
-    return [
-        *found,
-        f"{READERS[to]} knows no draft vocabulary of such a head: the one of {len(hot):,} tokens is left out, and it "
-        f"drafts with all {vocabulary:,}",
-    ]
+    if hot is not None and to == "sglang":
+        found.append(f"the draft vocabulary of {len(hot):,} tokens is in {HOT_TOKENS}; README.md says how it is given")
+    elif hot is not None:
+        found.append(f"{READERS[to]} knows no draft vocabulary: it drafts with all {vocabulary:,} tokens")
+    return found
 
 
 def _write(out: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], hot: Tensor | None, text: str) -> None:

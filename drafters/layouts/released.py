@@ -4,19 +4,17 @@ The programs that load such heads report few mistakes: a missing tensor is left 
 """
 
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from pydantic import Field, create_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.common.paths import check_loadable, readable
 from drafters.common.wording import dtype_name, shortened
-from drafters.config import Config, HeadLayer, Length, Vocabulary, validate
+from drafters.config import HeadLayer
 from drafters.hub.checkpoint import WEIGHTS_FILE
 from drafters.hub.declared import READERS, Layout
 from drafters.layouts.config import CONFIG_FILE, made_from, older_rope, rope, size, tensors
@@ -43,28 +41,6 @@ _TARGETS = {
     + ("qwen2", "qwen3", "qwen3_moe"),
 }
 _ROPE_DEFAULTS = ("beta_fast", "beta_slow")  # keys of ROPES with the same default in all readers
-_Positive = Annotated[float, Field(gt=0)]
-
-
-class _Head(Config, extra="ignore", strict=True):
-    """Base of the schemas of a head's config.json: other keys are allowed, and nothing is converted."""
-
-
-_ROPE_NUMBERS: dict[str, Any] = dict.fromkeys(("rope_theta", *chain(*ROPES.values())), (_Positive | None, None))
-_Rope = create_model("_Rope", __base__=_Head, rope_type=(str | None, None), type=(str | None, None), **_ROPE_NUMBERS)
-
-
-class _HeadConfig(_Head):
-    """Keys that no tensor's shape tells."""
-
-    vocab_size: Vocabulary = Field(ge=1)
-    max_position_embeddings: Length | None = Field(None, ge=1)
-    tie_word_embeddings: bool | None = None
-    hidden_act: str | None = None
-    rms_norm_eps: float = Field(1e-6, gt=0, lt=1)
-    rope_theta: _Positive | None = None
-    rope_parameters: _Rope | None = None  # type: ignore[valid-type]
-    rope_scaling: _Rope | None = None  # type: ignore[valid-type]
 
 
 def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
@@ -77,10 +53,7 @@ def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
     path = next((folder / name for name in (WEIGHTS_FILE, PICKLED_FILE) if (folder / name).is_file()), None)
     if path is None:
         if index := next((name for name in INDEXES if (folder / name).is_file()), None):
-            raise ValueError(
-                f"{source} has its weights in parts ({index}), and a head is one layer; put them into one "
-                f"{WEIGHTS_FILE}, or check that this is a head and not a whole model"
-            )
+            raise ValueError(f"{source} has its weights in parts ({index}); put them into one {WEIGHTS_FILE}")
         names = sorted(entry.name for entry in folder.iterdir())
         raise ValueError(
             f"{source} holds no {WEIGHTS_FILE} and no {PICKLED_FILE}; found: {', '.join(names) or 'nothing'}"
@@ -94,10 +67,8 @@ def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
         found = torch.load(readable(path), map_location="cpu", weights_only=True)
     except Exception as error:  # a stranger's file can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{source}: {path.name} holds more than tensors, or is cut off ({shortened(reason)}). Other objects could "
-            "run code when they are loaded; ask its author for safetensors"
-        ) from None
+        what = f"{path.name} holds more than tensors, or is cut off ({shortened(reason)})"
+        raise ValueError(f"{source}: {what}; ask its author for safetensors") from None
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
     ):
@@ -221,13 +192,9 @@ def _config_problems(config: Mapping[str, Any], architecture: str, layout: Layou
         found.append(f"bias is {shown}, and must be {str(wanted).lower()}: {why}")
     found += [f"{key} is true, and a head has none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
     turning, older = rope(config), older_rope(config)
-    try:
-        validate(_HeadConfig, dict(config), source=CONFIG_FILE)
-        wanted_keys = [key for key in ROPES.get(turning["rope_type"], ()) if key not in _ROPE_DEFAULTS]
-        if absent := [key for key in wanted_keys if turning.get(key) is None]:
-            found.append(f"RoPE of type {turning['rope_type']} has no {', '.join(absent)}")
-    except ValueError as error:
-        found.append(str(error))
+    wanted_keys = [key for key in ROPES.get(turning["rope_type"], ()) if key not in _ROPE_DEFAULTS]
+    if absent := [key for key in wanted_keys if turning.get(key) is None]:
+        found.append(f"RoPE of type {turning['rope_type']} has no {', '.join(absent)}")
     for key in sorted(turning.keys() | older.keys()):
         if turning.get(key) != older.get(key):
             one, other = (f"{x:g}" if isinstance(x, float) else x for x in (turning.get(key), older.get(key)))

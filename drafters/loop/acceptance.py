@@ -6,6 +6,8 @@ are lossless for every draft tree. Other rules (joint likelihood, thresholds) ar
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from torch import Tensor
 from drafters.loop.sampling import Sampling, draw, residual, without
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.backend import most_likely
+
+if TYPE_CHECKING:
+    from drafters.loop.state import DecodeState
 
 TINY = torch.finfo(torch.float32).tiny
 FEW_ROWS, SMALL_VOCAB = 4, 8192  # a CPU verifies at once beyond so few batch rows, up to this vocabulary
@@ -231,6 +236,59 @@ def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
     return verdict
 
 
-def rule_for(sampling: Sampling) -> Rule:
-    """Return the lossless rule: greedy or sampled."""
-    return verify_greedy if sampling.greedy else verify_sampled
+class Control(Protocol):
+    """Logits processors and stopping criteria of one ``generate`` call.
+
+    Attributes:
+        alters: True if ``scores`` changes anything. Otherwise the drafter's rule and ``Sampling`` apply.
+    """
+
+    alters: bool
+
+    def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
+        """Scores ``[V]`` of the token after the new tokens ``new``, from the target's logits ``[V]``, float32.
+
+        They include temperature, top-k and top-p: the token is their argmax, or is drawn from their softmax.
+        """
+        ...
+
+    def ends(self, row: int, new: list[int]) -> bool:
+        """True if the row ends after the new tokens ``new``; called after each token."""
+        ...
+
+
+def scores_after(state: "DecodeState", row: int, drafted: list[int], logits: Tensor) -> Tensor:
+    """Scores ``[V]`` by the state's control, from the target's ``logits [V]`` after a row's tokens and ``drafted``."""
+    assert state.control is not None
+    new = state.tokens[row][state.prompt_lengths[row] :] + drafted
+    return state.control.scores(row, new, logits.float())
+
+
+def chosen_by(sampling: Sampling) -> Sampling:
+    """Sampling for scores that already include temperature, top-k and top-p."""
+    return Sampling(0.0 if sampling.greedy else 1.0)
+
+
+class ByText:
+    """Acceptance rule over a control's scores, greedy or sampled: lossless for every draft.
+
+    The walk calls the processors only after accepted tokens: once per output token and in order, as in plain decoding,
+    so that processors with a state work too. Drafters draft without the control, so acceptance falls where it changes
+    the scores much. The merged trees of SpecInfer and SpecTr are verified as deterministic trees here.
+    """
+
+    def __init__(self, state: "DecodeState") -> None:
+        self.state = state
+
+    def __call__(
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
+    ) -> Verdict:
+        state, chosen, tokens = self.state, chosen_by(sampling), draft.tokens.tolist()
+
+        def after(row: int, at: int) -> Tensor:
+            drafted = list(compress(tokens[row], see[row, at, 1:].tolist()))  # the path to row ``at``
+            return chosen.probabilities(scores_after(state, row, drafted, logits[row, at]))
+
+        uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
+        unfinished = [not finished for finished in state.finished]
+        return collect(draft, see, *walk_by_row(draft, after, unfinished, uniform, generator))

@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -30,52 +30,38 @@ def prompts_of(
     Raises:
         ValueError: ids, lengths or mask of a wrong type or shape, or rows that seem padded.
     """
-    if isinstance(input_ids, Tensor):
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
-        input_ids = input_ids.tolist()
     if isinstance(input_ids, Mapping):
         raise ValueError("input_ids is a whole tokenizer output; try generate(target, drafter, **inputs)")
-    try:
-        if any(isinstance(row, int) for row in input_ids):
-            raise ValueError("input_ids must be a list of id lists, one per row, found a flat list; try [input_ids]")
-        rows = [[operator.index(token) for token in row] for row in input_ids]
-    except TypeError as error:
-        raise ValueError(f"input_ids must be whole numbers, [batch, tokens] ({error})") from None
+    rows = _lists(input_ids, "input_ids")
+    if attention_mask is not None and prompt_lengths is not None:
+        raise ValueError("prompt_lengths and attention_mask both describe the padding; give one of the two")
     if attention_mask is not None:
-        if prompt_lengths is not None:
-            raise ValueError("prompt_lengths and attention_mask both describe the padding; give one of the two")
-        rows = _attended(rows, attention_mask)
-    elif prompt_lengths is None and pad is not None:
-        _check_unpadded(rows, pad)
-    if prompt_lengths is not None:
-        if isinstance(prompt_lengths, int):
-            raise ValueError(f"prompt_lengths is a list with the length of each row, found {prompt_lengths}")
-        if len(prompt_lengths) != len(rows):
-            raise ValueError(
-                f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one per row"
-            )
-        lengths = [whole(length, "prompt_lengths") for length in prompt_lengths]
+        mask = _lists(attention_mask, "attention_mask")
+        if list(map(len, mask)) != list(map(len, rows)):
+            raise ValueError(f"attention_mask has rows of {[*map(len, mask)]}, input_ids of {[*map(len, rows)]} tokens")
+        if broken := [n for n, row in enumerate(mask) if 1 in row and 0 in row[row.index(1) :][: sum(row)]]:
+            raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}; pad on one side only")
+        rows = [list(itertools.compress(row, real)) for row, real in zip(rows, mask, strict=True)]
+    elif prompt_lengths is not None:
+        (lengths,) = _lists([prompt_lengths], "prompt_lengths")  # type: ignore[list-item]
+        if len(lengths) != len(rows):
+            raise ValueError(f"{len(lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one per row")
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= len(row):
                 raise ValueError(f"prompt_lengths says {length} for a row of {len(row)} ids")
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    if not rows or any(not row for row in rows):
+    elif pad is not None:
+        _check_unpadded(rows, pad)
+    if not rows or not all(rows):
         raise ValueError("the prompt is empty: every row needs at least one token id, for example BOS")
     return rows
 
 
-def _attended(rows: list[list[int]], mask: Tensor | list[list[int]]) -> list[list[int]]:
-    """Return the ids where ``mask [B, T]`` is not 0."""
+def _lists(values: Tensor | list[list[int]], name: str) -> list[list[int]]:
     try:
-        seen = [[bool(value) for value in row] for row in (mask.tolist() if isinstance(mask, Tensor) else mask)]
-    except TypeError:
-        raise ValueError(f"attention_mask must be [batch, tokens] of 0 and 1, found {shortened(mask)}") from None
-    if list(map(len, seen)) != list(map(len, rows)):
-        raise ValueError(f"attention_mask has rows of {[*map(len, seen)]}, input_ids of {[*map(len, rows)]} tokens")
-    if broken := [n for n, row in enumerate(seen) if True in row and False in row[row.index(True) :][: sum(row)]]:
-        raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}; pad on one side only")
-    return [list(itertools.compress(row, real)) for row, real in zip(rows, seen, strict=True)]
+        return [[operator.index(v) for v in row] for row in (values.tolist() if isinstance(values, Tensor) else values)]
+    except TypeError as error:
+        raise ValueError(f"{name} must be whole numbers, [batch, tokens]; one row is [[1, 2]] ({error})") from None
 
 
 def _check_unpadded(rows: list[list[int]], pad: int) -> None:
@@ -84,12 +70,11 @@ def _check_unpadded(rows: list[list[int]], pad: int) -> None:
     A row looks padded if it begins with two or more ``pad``. With one ``pad``, it looks padded if all rows have the
     same length and another row begins without it.
     """
-    leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
-    same_length = len({len(row) for row in rows}) == 1
-    if max(leading, default=0) > 1 or (same_length and max(leading, default=0) > min(leading, default=0)):
-        row = leading.index(max(leading))
+    leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows] or [0]
+    most, same_length = max(leading), len({len(row) for row in rows}) == 1
+    if most > 1 or (same_length and most > min(leading)):
         raise ValueError(
-            f"row {row} of input_ids begins with {pad}, the padding token, which would count as text: "
+            f"row {leading.index(most)} of input_ids begins with {pad}, the padding token, which would count as text: "
             "also pass the tokenizer's attention_mask (generate(..., attention_mask=inputs['attention_mask']))"
         )
 
@@ -104,13 +89,11 @@ def padding_id(target: TargetModel) -> int | None:
     return pad if isinstance(pad, int) and pad != begin else None
 
 
-def whole(value: object, name: str) -> int:
+def whole(value: Any, name: str) -> int:
     """Return ``value`` as an int, or raise ValueError with its ``name``."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ValueError(f"{name} must be a whole number, found {value!r}")
     try:
         return operator.index(value)
-    except TypeError:  # a float tensor also has __index__
+    except TypeError:
         raise ValueError(f"{name} must be a whole number, found {value!r}") from None
 
 
@@ -120,16 +103,6 @@ def check_loaded(target: object) -> None:
         found = with_article(type(target).__name__)
         wrap = "; wrap the loaded model: TargetModel(model)" if hasattr(target, "get_output_embeddings") else ""
         raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}{wrap}")
-
-
-def check_types(target: object, drafter: object, on_tokens: object) -> None:
-    """Raise ValueError for arguments of the wrong type."""
-    check_loaded(target)
-    if not hasattr(drafter, "propose"):
-        found = with_article(type(drafter).__name__)
-        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
-    if on_tokens is not None and not callable(on_tokens):
-        raise ValueError(f"on_tokens must be a function of (row, new ids), found {shortened(on_tokens)}")
 
 
 def check_seed(value: object) -> int:
@@ -142,24 +115,18 @@ def check_seed(value: object) -> int:
 
 def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
     """Raise ValueError if prompts, limit, drafter and target do not fit together."""
+    if not hasattr(drafter, "propose"):
+        found = with_article(type(drafter).__name__)
+        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if drafter.target is not target:
-        raise ValueError(
-            f"the drafter was built for target {drafter.target.name!r}, but generate was called with {target.name!r}: "
-            "build the drafter with the same target object"
-        )
+        raise ValueError(f"the drafter was built for target {drafter.target.name!r}: build one with this target object")
     if drafter.max_batch is not None and len(prompts) > drafter.max_batch:
-        raise ValueError(
-            f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s) at once, found {len(prompts)}: "
-            "call generate once per prompt"
-        )
+        raise ValueError(f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s), found {len(prompts)}")
     low, high = min(map(min, prompts)), max(map(max, prompts))
     if low < 0 or high >= target.vocab_size:
-        raise ValueError(
-            f"token ids are between {low} and {high}, but the vocabulary of {target.name} has {target.vocab_size} "
-            "tokens: use the target's own tokenizer"
-        )
+        raise ValueError(f"token ids are between {low} and {high}, and {target.name} has {target.vocab_size} tokens")
     longest = max(len(prompt) for prompt in prompts)
     limit = drafter.max_context
     if longest + max_new_tokens > limit:
@@ -178,15 +145,13 @@ def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozen
     """
     source = "eos_token_id"
     if eos_token_id is None:
-        generation = getattr(target.model, "generation_config", None)
-        eos_token_id = getattr(generation, "eos_token_id", None)
+        eos_token_id = getattr(getattr(target.model, "generation_config", None), "eos_token_id", None)
         source = f"eos_token_id in the generation config of {target.name}"
     if eos_token_id is None:
         return frozenset()
     several = eos_token_id if isinstance(eos_token_id, list | tuple | set | frozenset) else [eos_token_id]
     given = frozenset(whole(token, source) for token in several)
-    wrong = sorted(token for token in given if not 0 <= token < target.vocab_size)
-    if wrong:
+    if wrong := sorted(token for token in given if not 0 <= token < target.vocab_size):
         raise ValueError(
             f"{source} is {wrong[0]}, but the vocabulary of {target.name} has {target.vocab_size} tokens: give the id "
             "of a token that ends an answer, or [] for none"

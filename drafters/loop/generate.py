@@ -1,6 +1,9 @@
-"""``generate``: continue prompts with a target and a drafter.
+"""The decoding loop: ``generate`` continues prompts with a target and a drafter, ``step`` by ``step``.
 
 All methods, plain decoding included, share this loop and so its cache, stop rules, token counts and clock.
+
+tau, the average acceptance length, is the number of tokens committed per target forward, bonus included: 1.0 in plain
+decoding. The prefill and its token are timed separately and not counted.
 """
 
 from collections.abc import Callable
@@ -10,17 +13,113 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drafters.loop.call import check_call, check_seed, check_types, eos_ids, padding_id, prompts_of, whole
-from drafters.loop.processors import ByText, Control
+from drafters.loop.acceptance import ByText, Control, Rule, Verdict, chosen_by, scores_after
+from drafters.loop.call import check_call, check_loaded, check_seed, eos_ids, padding_id, prompts_of, whole
 from drafters.loop.sampling import Sampling
-from drafters.loop.state import DecodeState
-from drafters.loop.step import start, step
-from drafters.loop.trace import Trace
+from drafters.loop.state import DecodeState, last_of, padded
+from drafters.loop.tree import DraftTree
+from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Clock
-from drafters.model.target import TargetModel
+from drafters.model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+
+
+@dataclass
+class Step:
+    """One step of one batch row.
+
+    Attributes:
+        row: index of the batch row.
+        drafted: nodes of the draft.
+        depth: nodes of its longest path.
+        accepted: draft tokens accepted by the rule.
+        committed: tokens appended, bonus included, after the cut at EOS and limits.
+        forwards: target forwards: the loop's one, and those that the drafter spent on its draft (MJGD).
+        source: name of the inner drafter that made the draft (hybrids).
+    """
+
+    row: int
+    drafted: int
+    depth: int
+    accepted: int
+    committed: int
+    forwards: int = 1
+    source: str = ""
+
+
+@dataclass
+class Trace:
+    """Steps of one ``generate`` call, and their times in seconds.
+
+    A step's time is the sum of its draft, verify and other seconds. ``model_seconds`` is the part spent in forward
+    passes of the target, draft models and trained heads. The remainder is overhead: pools, trees, masks, rules.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+    verify_seconds: list[float] = field(default_factory=list)
+    other_seconds: list[float] = field(default_factory=list)
+    model_seconds: list[float] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+
+    def read(self, clock: Clock) -> None:
+        """Read the times of a finished clock: one lap for the prefill, then three laps per step."""
+        laps, models = clock.laps()
+        self.prefill_seconds = laps[0]
+        self.draft_seconds, self.verify_seconds, self.other_seconds = laps[1::3], laps[2::3], laps[3::3]
+        self.model_seconds = [sum(models[i : i + 3]) for i in range(1, len(models), 3)]
+
+    @property
+    def forwards(self) -> int:
+        """Target forwards after the prefill (of the longest row of a batch)."""
+        by_row: dict[int, int] = {}
+        for step in self.steps:
+            by_row[step.row] = by_row.get(step.row, 0) + step.forwards
+        return max(by_row.values(), default=0)
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the time after the prefill outside of forward passes; None if there was no step."""
+        total = self.decode_seconds
+        return 1.0 - sum(self.model_seconds) / total if self.model_seconds and total > 0 else None
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds after the prefill."""
+        return sum(self.draft_seconds) + sum(self.verify_seconds) + sum(self.other_seconds)
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens committed after the token of the prefill."""
+        return sum(step.committed for step in self.steps)
+
+    @property
+    def tau(self) -> float:
+        """Average acceptance length; 1.0 if there was no step."""
+        return self.decoded_tokens / sum(step.forwards for step in self.steps) if self.steps else 1.0
+
+    def ctar(self, w: int) -> float:
+        """CTAR(w): share of steps that commit more than w tokens, bonus included (Kangaroo)."""
+        return sum(step.committed > w for step in self.steps) / max(len(self.steps), 1)
+
+    def n_alpha(self, n: int) -> float | None:
+        """Share of steps that accept depth n + 1 among those that accept depth n and drafted deeper; None without any.
+
+        For a chain this is n-alpha of the EAGLE paper; for a tree it is the acceptance rate per level.
+        """
+        reached = [step for step in self.steps if step.accepted >= n and step.depth > n]
+        return sum(step.accepted > n for step in reached) / len(reached) if reached else None
+
+    def joint_alpha(self, n: int) -> float | None:
+        """Share of all drafts that are accepted to depth n + 1 or deeper; None if no draft is deeper than n.
+
+        It is counted, not multiplied: the product of the n-alphas leaves out drafts that are shorter.
+        """
+        drafts = [step for step in self.steps if step.depth]
+        reached = any(step.depth > n for step in drafts)
+        return sum(step.accepted > n for step in drafts) / len(drafts) if reached else None
 
 
 @dataclass
@@ -74,16 +173,15 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
-    check_types(target, drafter, on_tokens)
+    check_loaded(target)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
-    max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), check_seed(seed)
+    max_new_tokens, eos = whole(max_new_tokens, "max_new_tokens"), eos_ids(target, eos_token_id)
     check_call(target, drafter, prompts, max_new_tokens)
     # Set up the generator of random numbers, and a cache for prompt, new tokens and one draft.
-    generator = torch.Generator(device=target.device).manual_seed(seed)
+    generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
-    eos = eos_ids(target, eos_token_id)
-    state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
+    state = DecodeState(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
     state.control = control
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)
@@ -97,7 +195,8 @@ def generate(
         trace.steps.extend(step(state, drafter, rule, clock.lap))
         _notify(state, on_tokens, before)
     trace.read(clock)
-    return _result(state, trace)
+    new = [row[begin:] for row, begin in zip(state.tokens, state.prompt_lengths, strict=True)]
+    return GenerateResult(padded(new, torch.device("cpu"), min(state.eos, default=0)), list(map(len, new)), trace)
 
 
 def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | None, before: list[int]) -> None:
@@ -108,9 +207,84 @@ def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | No
             on_tokens(row, state.tokens[row][length:])
 
 
-def _result(state: DecodeState, trace: Trace) -> GenerateResult:
-    new = [row[start:] for row, start in zip(state.tokens, state.prompt_lengths, strict=True)]
-    fill = min(state.eos, default=0)
-    width = max(len(row) for row in new)
-    filled = torch.tensor([row + [fill] * (width - len(row)) for row in new])
-    return GenerateResult(filled, [len(row) for row in new], trace)
+def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], object] = lambda: None) -> list[Step]:
+    """Run one step and return what each unfinished batch row did. A cascade calls it with a draft model as target.
+
+    Args:
+        lap: called after the draft, after the verification, and at the end.
+    """
+    # Draft. Copy the roots to the device first: queued after the draft, the copy would wait for it.
+    _ = state.roots
+    draft = drafter.propose(state)
+    lap()
+    # Verify: one target forward over [root, nodes].
+    see = draft.ancestors()  # [B, N + 1, N + 1]
+    output, logits = _forward(state, drafter, draft, see)  # logits [B, N + 1, V]
+    drafter.while_verifying(state, draft, output)
+    proposed, see = draft.proposed(see)
+    verdict = rule(proposed, logits, see, state.sampling, state.generator)
+    lap()
+    # Commit the accepted path, and let the drafter catch up.
+    steps = _commit(state, draft, verdict)
+    if not all(state.finished):
+        drafter.observe(state, draft, output, verdict)
+    lap()
+    return steps
+
+
+def start(state: DecodeState, drafter: "Drafter") -> None:
+    """Prefill, and let the drafter begin."""
+    output = prefill(state, drafter.taps)
+    if not all(state.finished):
+        drafter.begin(state, output)
+
+
+def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:
+    """Run the prompts and sample each row's first token."""
+    output = state.target.run(padded(state.tokens, state.target.device), state.cache, taps=taps)
+    state.cache.commit_first(state.prompt_lengths)
+    logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
+    how = state.sampling
+    if state.control is not None and state.control.alters:
+        logits = torch.stack([scores_after(state, row, [], each) for row, each in enumerate(logits)])
+        how = chosen_by(how)
+    for row, token in enumerate(how.pick(logits, state.generator).tolist()):
+        state.append(row, [token])
+    return output
+
+
+def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tensor) -> tuple[FeatureOutput, Tensor]:
+    """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
+    rows = CHAIN if draft.is_chain else Rows(see, draft.depths(see))
+    given = draft.extra.hidden
+    if given is None:
+        given = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
+    output = state.target.run(given, state.cache, rows, start=draft.extra.resume_layer, taps=drafter.taps)
+    features, verified = output.features, 1 + draft.size - draft.extra.scratch
+    if draft.extra.scratch:  # keep [root, nodes] and the scratch rows whose logits are wanted
+        features = torch.cat(
+            [features[:, :verified], features[:, features.shape[1] - draft.extra.scratch_outputs :]], dim=1
+        )
+    logits = state.target.lm_head(features)
+    output.logits, output.scratch = logits[:, :verified], logits[:, verified:] if draft.extra.scratch else None
+    return output, output.logits
+
+
+def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step]:
+    """Append the accepted tokens to the rows, and commit the cache rows of the root and of all but the last of them."""
+    steps = []
+    for row in range(state.batch):
+        if state.finished[row]:
+            verdict.rows[row], verdict.tokens[row] = [], []
+            continue
+        accepted = len(verdict.rows[row]) - 1
+        kept = state.append(row, verdict.tokens[row])
+        # The last committed token is the next root, which has no cache row. If EOS or the limit cut the tokens, it is a
+        # draft token, and its row is dropped.
+        verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
+        nodes = draft.size - draft.extra.scratch
+        steps.append(
+            Step(row, nodes, verdict.depths[row], accepted, kept, 1 + draft.extra.target_forwards, draft.extra.source)
+        )
+    state.cache.commit(verdict.rows)
+    return steps

@@ -6,7 +6,8 @@ random numbers: their seed comes from torch's global generator unless one is giv
 """
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, generation
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
-from drafters.loop.generate import GenerateResult, generate
+from drafters.loop.generate import GenerateResult, Trace, generate
 from drafters.loop.sampling import COLDEST, Sampling
-from drafters.loop.trace import Trace
+from drafters.loop.state import padded
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -30,46 +31,22 @@ _BY_ROW = """EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty F
     SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
     TypicalLogitsWarper"""
 BY_ROW = (*WARPERS, *(getattr(generation, name) for name in _BY_ROW.split()))
-REFUSED = {  # keys of a generation config, their values that mean off, and what to do instead
-    "num_beams": ((None, 1), "beams compare whole texts, and a drafter decodes one; drop num_beams"),
-    "penalty_alpha": ((None, 0), "contrastive search is another way of decoding; drop penalty_alpha"),
-    "dola_layers": ((None,), "DoLa is another way of decoding; drop dola_layers"),
-    "constraints": ((None,), "constrained beam search is another way of decoding; drop constraints"),
-    "force_words_ids": ((None,), "constrained beam search is another way of decoding; drop force_words_ids"),
-    "prompt_lookup_num_tokens": ((None,), "one drafter at a time: drop prompt_lookup_num_tokens"),
-    "assistant_early_exit": ((None,), "one drafter at a time: drop assistant_early_exit"),
-    "use_mtp": ((None, False), "one drafter at a time: drop use_mtp"),
-    "guidance_scale": ((None, 1), "guidance runs the model once more a token, and nothing is gained; drop it"),
-    "output_scores": ((None, False), "scores of drafted tokens are not kept; drop output_scores"),
-    "output_logits": ((None, False), "logits of drafted tokens are not kept; drop output_logits"),
-    "output_attentions": ((None, False), "attention of drafted tokens is not kept; drop output_attentions"),
-    "output_hidden_states": ((None, False), "hidden states are not kept; drop output_hidden_states"),
-    "cache_implementation": ((None, "dynamic", "static"), "the cache is our own; drop cache_implementation"),
+# Keys of a generation config for what no draft can serve (other ways of decoding, another drafter, scores of drafted
+# tokens, another cache), with their values that mean off.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("penalty_alpha", "use_mtp"), (None, False)),
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids"), (None,)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
+    **dict.fromkeys((f"output_{what}" for what in ("scores", "logits", "attentions", "hidden_states")), (None, False)),
+    "cache_implementation": (None, "dynamic", "static"),
 }
 # Other arguments of generate are refused.
 UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
 
 
-class TransformersMixin:
-    """Gives a drafter its ``for_transformers``."""
-
-    def for_transformers(self, streamer: Any = None, seed: int | None = None) -> "ForTransformers":
-        """Return what decodes with this drafter: ``model.generate(**inputs, custom_generate=...)``.
-
-        ``model`` is the target's own model.
-
-        Args:
-            streamer: gets the tokens as they are committed; transformers does not pass on the one of ``generate``.
-            seed: of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
-
-        Raises:
-            ValueError: the method is lossy.
-        """
-        return ForTransformers(cast("Drafter", self), streamer, seed)
-
-
 class ForTransformers:
-    """The callable that ``generate`` runs; for its arguments see ``TransformersMixin.for_transformers``.
+    """The callable that ``generate`` runs; for its arguments see ``Drafter.for_transformers``.
 
     A batch larger than the drafter's ``max_batch`` is decoded in parts.
 
@@ -82,10 +59,7 @@ class ForTransformers:
 
     def __init__(self, drafter: "Drafter", streamer: Any = None, seed: int | None = None) -> None:
         if not drafter.lossless:
-            raise ValueError(
-                f"drafter {drafter.name!r} is lossy, and generate must return the model's own output: take a "
-                "lossless one, or decode with drafters.generate"
-            )
+            raise ValueError(f"drafter {drafter.name!r} is lossy: take another, or decode with drafters.generate")
         self.drafter, self.streamer, self.seed = drafter, streamer, seed
         self.traces: list[Trace] = []
         self._same: WeakSet[PreTrainedModel] = WeakSet()
@@ -109,16 +83,15 @@ class ForTransformers:
         prompts = prompts_of(input_ids, model_kwargs)
         control = FromTransformers(input_ids, logits_processor, stopping_criteria)
         if control.criteria and len(prompts) > 1 and not control.eos:
-            raise ValueError(
-                "without an EOS a batch has no padding for rows that a stopping criterion ends: give eos_token_id, or "
-                "one prompt at a time"
-            )
+            raise ValueError("rows that a criterion ends are padded with EOS: give eos_token_id, or one prompt")
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         new = self._decode(prompts, control, bool(generation_config.do_sample))
         if self.streamer is not None:
             self.streamer.end()
-        sequences = appended(input_ids, new, generation_config._pad_token_tensor)
+        pad = generation_config._pad_token_tensor
+        added = padded(new, input_ids.device, 0 if pad is None else int(pad)).to(input_ids.dtype)
+        sequences = torch.cat([input_ids, added], dim=1)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
@@ -135,9 +108,7 @@ class ForTransformers:
                 self.drafter,
                 prompts[first : first + at_once],
                 max_new_tokens=control.room,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
+                **asdict(sampling),
                 eos_token_id=control.eos,
                 seed=seed + first,
                 on_tokens=self._stream if self.streamer is not None else None,
@@ -154,28 +125,23 @@ class ForTransformers:
     def _check_model(self, model: PreTrainedModel) -> None:
         """Raise ValueError unless ``model`` has the weights of the drafter's target, and computes with them alike."""
         target = self.drafter.target
-        build = "build the drafter on it: load_drafter(..., TargetModel(model))"
-        if target.quantize is not None:
-            raise ValueError(
-                f"the drafter's target {target.name!r} is quantised to {target.quantize}, and the model given is not; "
-                f"{build}"
-            )
         count = sum(weights.numel() for weights in model.parameters())
-        if count == target.parameters and (model is target.model or model in self._same):
+        same_count = count == target.parameters and target.quantize is None
+        if same_count and (model is target.model or model in self._same):
             return
         ours, theirs = dict(target.model.named_parameters()), dict(model.named_parameters())
-        alike = count == target.parameters and ours.keys() == theirs.keys()
-        alike = alike and all(
-            ours[name].dtype == weights.dtype and torch.equal(ours[name], weights.to(ours[name].device))
-            for name, weights in theirs.items()
-        )
-        if not alike:
+        if not (same_count and ours.keys() == theirs.keys() and all(_equal(ours[name], theirs[name]) for name in ours)):
             raise ValueError(
-                f"the drafter was built for target {target.name!r} ({target.parameters:,} weights, {target.dtype}), "
-                f"and generate is {model.config.name_or_path or type(model).__name__!r}'s ({count:,} weights, "
-                f"{model.dtype}), which are others; {build}"
+                f"the drafter was built for target {target.name!r} ({target.parameters:,} weights, "
+                f"{target.quantize or target.dtype}), and generate is {model.config.name_or_path!r}'s "
+                f"({count:,}, {model.dtype}), which are others; build the drafter on it: "
+                "load_drafter(..., TargetModel(model))"
             )
         self._same.add(model)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
 
 
 class FromTransformers:
@@ -193,29 +159,18 @@ class FromTransformers:
         self.texts, self.first = input_ids, 0
         for each in processors:
             if isinstance(each, generation.UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                raise ValueError(f"custom_generate with a drafter: {REFUSED['guidance_scale'][1]}")
+                raise ValueError("custom_generate with a drafter: guidance runs the model once more a token; drop it")
             if isinstance(each, generation.SynthIDTextWatermarkLogitsProcessor) and len(input_ids) > 1:
-                raise ValueError(
-                    f"{type(each).__name__} keeps a state of its own from token to token of a whole batch, found "
-                    f"{len(input_ids)} prompts: give one prompt at a time"
-                )
+                raise ValueError(f"{type(each).__name__} keeps a state for the whole batch: give one prompt at a time")
         self.processors = list(processors)
         self.by_row = [[for_row(each, row) for each in processors] for row in range(len(input_ids))]
         self.sampling, self.alters = sampling_of(self.processors)
         if self.alters and self.sampling.temperature < COLDEST:  # transformers' warper divides by it, and may overflow
-            raise ValueError(
-                f"temperature is {self.sampling.temperature:g}, and beside other logits processors it must be at least "
-                f"{COLDEST:g}; give do_sample=False for the most likely tokens"
-            )
+            raise ValueError(f"temperature must be at least {COLDEST:g}; give do_sample=False instead")
         known = (generation.EosTokenCriteria, generation.MaxLengthCriteria)
         self.criteria = [each for each in criteria if type(each) not in known]
-        eos = {
-            token
-            for each in criteria
-            if isinstance(each, generation.EosTokenCriteria)
-            for token in each.eos_token_id.tolist()
-        }
-        self.eos = sorted(eos)
+        ends = [each.eos_token_id.tolist() for each in criteria if isinstance(each, generation.EosTokenCriteria)]
+        self.eos = sorted({token for tokens in ends for token in tokens})
         longest = min(each.max_length for each in criteria if isinstance(each, generation.MaxLengthCriteria))
         self.room = longest - input_ids.shape[1]
 
@@ -278,9 +233,9 @@ def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
 
 def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
     """Raise ValueError for settings that a drafter cannot follow; the message says what to drop."""
-    for name, (off, instead) in REFUSED.items():
+    for name, off in REFUSED.items():
         if (value := getattr(config, name, None)) not in off:
-            raise ValueError(f"custom_generate with a drafter: found {name}={value!r}; {instead}")
+            raise ValueError(f"a drafter cannot do this, found {name}={value!r}; drop {name}")
     if streamer is not None and batch > 1:
         raise ValueError(f"a streamer shows one text, found {batch} prompts: drop the streamer, or give one prompt")
 
@@ -308,11 +263,3 @@ def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int
     if positions is not None and not torch.equal((positions * kept), (kept.cumsum(1) - 1) * kept):
         raise ValueError("position_ids other than 0, 1, ... from each row's first token on: drop them")
     return [row[seen.bool()].tolist() for row, seen in zip(input_ids, kept, strict=True)]
-
-
-def appended(input_ids: Tensor, new: list[list[int]], pad: Tensor | None) -> Tensor:
-    """``[B, T + n]``: the ``new`` tokens behind the prompts, filled with ``pad``."""
-    width = max(map(len, new))
-    fill = 0 if pad is None else int(pad)
-    rows = [row + [fill] * (width - len(row)) for row in new]
-    return torch.cat([input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)], dim=1)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.loop.call import check_call, check_seed, eos_ids
+from drafters.loop.generate import Step, prefill, start, step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.loop.step import prefill, start, step
-from drafters.loop.trace import Step
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -72,34 +71,32 @@ def generate_many(
             yield from rows.ended()
 
 
+@dataclass
 class Refilled:
     """A batch whose free rows take new prompts.
 
     Attributes:
-        enough: free rows that start a prefill. A prefill reads all weights once, as a step does, and a free row wastes
-            its share of every step.
+        batch, longest, max_new_tokens, seed: as in ``generate_many``.
         at: the prompt that each row decodes; None for a free row.
     """
 
-    def __init__(
-        self,
-        target: "TargetModel",
-        drafter: "Drafter",
-        batch: int,
-        longest: int,
-        max_new_tokens: int,
-        sampling: Sampling,
-        eos: frozenset[int],
-        seed: int,
-    ) -> None:
-        self.target, self.drafter, self.batch, self.longest = target, drafter, batch, longest
-        self.max_new_tokens, self.sampling, self.eos = max_new_tokens, sampling, eos
-        self.enough = max(1, batch // 8)
-        self.capacity = longest + max_new_tokens + drafter.max_draft + 1
-        self.generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
-        self.rule = drafter.rule(sampling)
-        self.state: DecodeState | None = None
-        self.at: list[Continued | None] = []
+    target: "TargetModel"
+    drafter: "Drafter"
+    batch: int
+    longest: int
+    max_new_tokens: int
+    sampling: Sampling
+    eos: frozenset[int]
+    seed: int
+    state: DecodeState | None = None
+    at: list[Continued | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Free rows that start a prefill. A prefill reads all weights once, as a step does, and a free row wastes its
+        # share of every step.
+        self.enough = max(1, self.batch // 8)
+        self.generator = torch.Generator(device=self.target.device).manual_seed(check_seed(self.seed))
+        self.rule = self.drafter.rule(self.sampling)
 
     def at_work(self) -> bool:
         """True if any row has a prompt."""
@@ -132,7 +129,8 @@ class Refilled:
         if (length := max(len(prompt) for _, prompt in prompts)) > self.longest:
             raise ValueError(f"longest is {self.longest}, found a prompt of {length} tokens; set longest to its length")
         if self.state is None or not self.at_work():
-            self.state = self._state([list(prompt) for _, prompt in prompts], self.capacity)
+            capacity = self.longest + self.max_new_tokens + self.drafter.max_draft + 1
+            self.state = self._state([list(prompt) for _, prompt in prompts], capacity)
             self.at = [Continued(key) for key, _ in prompts]
             start(self.state, self.drafter)
             return
@@ -146,7 +144,11 @@ class Refilled:
         rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)
-            self.state.take_row(row, part, number)
+            self.state.replace(row, part.tokens[number])
+            self.state.prompt_lengths[row], self.state.finished[row] = (
+                part.prompt_lengths[number],
+                part.finished[number],
+            )
             self.at[row] = Continued(prompts[number][0])
         self.drafter.join(self.state, rows, part, output)
 
@@ -167,7 +169,7 @@ class Refilled:
 
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
         arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
-        state = DecodeState.of(self.target, prompts, capacity, *arguments)
+        state = DecodeState(self.target, prompts, capacity, *arguments)
         state.reach = self.longest + self.max_new_tokens
         return state
 

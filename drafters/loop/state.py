@@ -1,12 +1,12 @@
 """State of one batched generation, and helpers for rows of unequal length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
 
-from drafters.loop.processors import Control
+from drafters.loop.acceptance import Control
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
 from drafters.model.cache import KVCache
@@ -21,7 +21,8 @@ class DecodeState:
     less than the batch row has tokens.
 
     Attributes:
-        tokens: per batch row, prompt and new token ids, on the host.
+        tokens: per batch row, prompt and new token ids, on the host; at first the prompts.
+        capacity: rows of the cache, which is empty at first, per batch row.
         prompt_lengths: per batch row, length of the prompt in tokens.
         finished: per batch row, True after EOS, the limit, or a stop by ``control``.
         control: logits processors and stopping criteria, or None.
@@ -29,34 +30,21 @@ class DecodeState:
     """
 
     target: TargetModel
-    cache: KVCache
     tokens: list[list[int]]
-    prompt_lengths: list[int]
+    capacity: InitVar[int]
+    max_new_tokens: int
     sampling: Sampling
     generator: torch.Generator
-    max_new_tokens: int
     eos: frozenset[int]
-    finished: list[bool]
     control: Control | None = None
     reach: int = 0
     _roots: Tensor | None = None
     _nothing: DraftTree | None = None
 
-    @classmethod
-    def of(
-        cls,
-        target: TargetModel,
-        prompts: list[list[int]],
-        capacity: int,
-        max_new_tokens: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        eos: frozenset[int],
-    ) -> "DecodeState":
-        """State before the prefill of ``prompts``, with an empty cache of ``capacity`` rows per prompt."""
-        lengths, finished = [len(prompt) for prompt in prompts], [False] * len(prompts)
-        cache = target.new_cache(len(prompts), capacity)
-        return cls(target, cache, prompts, lengths, sampling, generator, max_new_tokens, eos, finished)
+    def __post_init__(self, capacity: int) -> None:
+        self.cache = self.target.new_cache(self.batch, capacity)
+        self.prompt_lengths = [len(prompt) for prompt in self.tokens]
+        self.finished = [False] * self.batch
 
     @property
     def batch(self) -> int:
@@ -117,15 +105,9 @@ class DecodeState:
         if any(self.finished):
             cache.crop([0 if done else rows for rows, done in zip(cache.lengths, self.finished, strict=True)])
 
-    def take_row(self, row: int, other: "DecodeState", number: int) -> None:
-        """Replace ``row`` by row ``number`` of another state. The caller copies the cache row."""
-        self.tokens[row], self.prompt_lengths[row] = other.tokens[number], other.prompt_lengths[number]
-        self.finished[row], self._roots = other.finished[number], None
-
     def replace(self, row: int, tokens: list[int]) -> None:
         """Replace the tokens of a row. The caller adjusts the cache."""
-        self.tokens[row] = list(tokens)
-        self._roots = None
+        self.tokens[row], self._roots = tokens, None
 
 
 def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
@@ -136,10 +118,10 @@ def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
     return tokens
 
 
-def padded(rows: list[list[int]], device: torch.device) -> Tensor:
+def padded(rows: list[list[int]], device: torch.device, fill: int = 0) -> Tensor:
     """``[B, T]`` token ids of rows of unequal length, filled on the right."""
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], device=device)
 
 
 def last_of(values: Tensor, counts: list[int]) -> Tensor:

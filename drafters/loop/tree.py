@@ -90,8 +90,7 @@ class DraftTree:
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> "DraftTree":
         """The draft of plain decoding."""
-        none = torch.zeros(batch, 0, dtype=torch.long, device=device)
-        return cls(none, none, is_chain=True, see=tree_mask((), device)[0], draws=())
+        return cls.chain(torch.zeros(batch, 0, dtype=torch.long, device=device))
 
     @classmethod
     def chain(cls, tokens: Tensor, q: Tensor | None = None, valid: Tensor | None = None) -> Self:

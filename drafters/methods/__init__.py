@@ -82,8 +82,5 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
             raise ValueError(f"inner must name its drafter, for example {{drafter: speculative, ...}}; found {inner}")
         return make_drafter(name, target, **options)
     if inner.target is not target:
-        raise ValueError(
-            f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
-            "same target object"
-        )
+        raise ValueError(f"the inner drafter was built for target {inner.target.name!r}: use this target object")
     return inner

@@ -33,11 +33,7 @@ class BiLDOptions(SpeculativeOptions):
 
 
 class BiLDDrafter(SpeculativeDrafter):
-    """Drafts like speculative decoding, but stops before the first uncertain token, which the target then chooses.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
-    """
+    """Drafts like speculative decoding, but stops before the first uncertain token, which the target then chooses."""
 
     name = "bild"
     options: ClassVar[type[SpeculativeOptions]] = BiLDOptions
@@ -81,12 +77,7 @@ class Rollback:
         self.rollback = rollback
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on a chain; ``logits [B, N+1, V]`` of [root, nodes]."""
         assert draft.is_chain

@@ -1,6 +1,6 @@
 """Cascade speculative decoding: another drafter accelerates the draft model (Chen et al. 2023b; Ouroboros, Table 13).
 
-The draft model decodes by steps of the same loop (``drafters/loop/step.py``), with any inner drafter that can go back.
+The draft model decodes by steps of the same loop, with any inner drafter that can go back.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from drafters.base import Drafter
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, until
-from drafters.loop.step import step
 from drafters.loop.tree import DraftTree
 from drafters.methods import inner_drafter
 from drafters.model.target import FeatureOutput, TargetModel
@@ -62,17 +62,10 @@ class CascadeDrafter(DraftModelDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
-        self._state = DecodeState(
-            target=self._drafting,
-            cache=self.draft_model.new_cache(1, capacity),
-            tokens=[list(state.tokens[0])],
-            prompt_lengths=[len(prompt)],
-            sampling=state.sampling,
-            generator=state.generator,
-            max_new_tokens=capacity,
-            eos=frozenset(),  # the loop does not call ``observe`` after EOS; ``propose`` checks for it instead
-            finished=[False],
-        )
+        # Without EOS: the loop does not call ``observe`` after it, so ``propose`` checks for it instead.
+        decoding = capacity, capacity, state.sampling, state.generator, frozenset[int]()
+        self._state = DecodeState(self._drafting, [list(state.tokens[0])], *decoding)
+        self._state.prompt_lengths = [len(prompt)]
         rows = torch.tensor([prompt], device=self.draft_model.device)
         known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
         self._state.cache.commit_first([len(prompt)])
@@ -110,7 +103,7 @@ class CascadeDrafter(DraftModelDrafter):
         if pending:
             self.draft_model.run(torch.tensor([pending], device=self.draft_model.device), cache)
             cache.commit_first([len(pending)])
-        inner.replace(0, tokens)
+        inner.replace(0, list(tokens))
         self.inner.rewind(inner, kept)
         self._shared = len(tokens)
 
@@ -132,12 +125,6 @@ class CascadeDrafter(DraftModelDrafter):
 
 def _check(inner: Drafter) -> None:
     if not inner.lossless:
-        raise ValueError(
-            f"the inner drafter {inner.name!r} is lossy, so the target could not verify its drafts losslessly; use a "
-            "lossless one"
-        )
+        raise ValueError(f"the inner drafter {inner.name!r} is lossy; use a lossless one")
     if not inner.rewinds:
-        raise ValueError(
-            f"the inner drafter {inner.name!r} cannot take back rejected tokens; use one that can, for example "
-            "speculative or prompt_lookup"
-        )
+        raise ValueError(f"the inner drafter {inner.name!r} cannot take back tokens; use for example speculative")

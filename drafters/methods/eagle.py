@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
-from drafters.drafting.passes import OneCallPasses, grow_planned
+from drafters.drafting.passes import grow_by_passes
 from drafters.drafting.pending import PendingFeatures
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
 from drafters.hub.declared import MLP, Layout, Recipe
@@ -57,15 +57,15 @@ class EagleHead(nn.Module):
         self.reads, self.layer = reads, layer
         if reads in (SHIFTED, UNSHIFTED):
             self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-            if bias:
-                nn.init.zeros_(self.fc.bias)
         decoder: Any = made(config, kind.decoder_layer, config, layer_idx=0)
         decoder.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([decoder])
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
-        for weights in self.parameters():
+        for name, weights in self.named_parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
+            elif name == "fc.bias":
+                nn.init.zeros_(weights)
         check_head(self, config)
 
     def forward(
@@ -103,14 +103,12 @@ class EagleOptions(DraftHeadOptions):
 
     ``tree``: chain; static (the paper's Figure 9, or ``paths``); dynamic (EAGLE-2); auto: the chain or static tree of
     most expected tokens per second on this machine, or no draft where none is profitable.
-
-    ``depth``: levels; by default 5 (chain), 6 (dynamic), at most 8 (auto). ``nodes``: nodes that the dynamic tree
-    keeps, and at most of auto. ``top_k``: children considered per node, and nodes extended per level, of the dynamic
-    tree. Its defaults are those of EAGLE-2's evaluation: depth 5 there does not count the root's children, and 60
-    tokens count the root. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
+    ``depth``: levels; by default 5 (chain), 6 (dynamic), at most 8 (auto).
+    ``nodes``, ``top_k``: of the dynamic tree, the nodes kept, and the children per node and nodes extended per level;
+    of auto, the most. Defaults: EAGLE-2's evaluation, whose depth 5 leaves out the root's children.
+    ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
     ``acceptance``: prior of auto, by "greedy" and "sampled": for each depth, how often the candidate of each rank is
     right where those before it are wrong.
-
     ``inputs``: what the head was trained to read; engines and released checkpoints know only the default. ``fc_bias``:
     its fc has a bias. ``layer``: the kind of its decoder layer.
     """
@@ -158,6 +156,7 @@ class EagleDrafter(LearnedDrafter):
     )
     max_batch = None
     follows = True
+    unread = {"auto": ("paths",), "chain": ("paths",), "static": ("depth",), "dynamic": ("paths",)}
     policy: ShapePolicy | None = None
 
     def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
@@ -179,27 +178,22 @@ class EagleDrafter(LearnedDrafter):
         self._pending: PendingFeatures
 
     def _make_head(self, options: EagleOptions) -> None:
-        target, head = self.target, cast(Any, self.module)
-        fc = target.runner.linear(head.fc) if hasattr(head, "fc") else None
-        width = target.hidden_size
-        if self.inputs == UNSHIFTED:
-            # A feature goes through the tree with its own token's embedding: a node's token is its children's input.
-            self.lm_head.reads = width
+        target, head, unshifted = self.target, cast(Any, self.module), self.inputs == UNSHIFTED
+        fc, width = target.runner.linear(head.fc) if hasattr(head, "fc") else None, target.hidden_size
+        # Unshifted, a feature goes through the tree with its own token's embedding, because a node's token is its
+        # children's input.
+        self.lm_head.reads = width if unshifted else None
 
-            def enter(states: Tensor, tokens: Tensor) -> Tensor:
-                return head.enter(states[..., :width], states[..., width:], fc)
-
-        else:
-
-            def enter(states: Tensor, tokens: Tensor) -> Tensor:
-                return head.enter(states, target.embed(tokens), fc)
+        def enter(states: Tensor, tokens: Tensor) -> Tensor:
+            embeddings = states[..., width:] if unshifted else target.embed(tokens)
+            return head.enter(states[..., :width], embeddings, fc)
 
         self._head = target.runner.part(head.layers, enter, rotary=own_rope(head, target.config))
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
         self._layer = layer_config(target.config, head.layer)
         self._one_call = None  # a pass of the head over a draft of one sequence
-        if options.inputs == SHIFTED:
+        if self.inputs == SHIFTED:
             self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.embedding)
 
     @classmethod
@@ -209,86 +203,79 @@ class EagleDrafter(LearnedDrafter):
 
     def drafter_config(self) -> dict[str, Any]:
         # A default depth is not stored: another tree, chosen at loading, has another default.
-        optional = self.given.model_dump(include={"depth", "acceptance", "paths"}, exclude_none=True)
-        optional |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
-        optional |= {"fc_bias": True} if self.given.fc_bias else {}
+        given = self.given.model_dump(exclude=set(DraftHeadOptions.model_fields), exclude_defaults=True)
         options = {"tree": self.tree, "top_k": self.top_k, "nodes": self.given.nodes, "layer": self.module.layer}
-        return options | optional | self.lm_head.options()
+        return given | options | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:  # measures with this drafter's own begin and propose
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
+        super().begin(state, output)
         self._cache.release()  # so that its memory can be reused
-        self._cache, self._pending = self._prefill(state, output)
+        self._read_prompts(state, output)
         self.lm_head.read(state.tokens)
 
-    def _prefill(self, state: DecodeState, output: FeatureOutput) -> tuple[KVCache, PendingFeatures]:
-        """A cache with the prompts' rows, all but the last of each, and the features of the last ones."""
-        cache = self.target.new_cache(state.batch, state.cache.capacity, 1, self._layer)
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        cache, pending = self._cache, self._pending
+        self._read_prompts(part, output)
+        for number, row in enumerate(rows):
+            cache.copy_row(row, self._cache, number)
+        pending.replace(rows, self._pending)
+        self._cache.release()
+        self._cache, self._pending = cache, pending
+
+    def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
+        """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
+        self._cache = self.target.new_cache(state.batch, state.cache.capacity, 1, self._layer)
+        self._pending = PendingFeatures(output, state.prompt_lengths)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
-            given = self._given(output.features[:, :-1], prompts, state, cache)
-            self._extend(given, padded(prompts, self.target.device), cache=cache)
-            cache.commit_first([len(prompt) for prompt in prompts])
-        return cache, PendingFeatures(output, state.prompt_lengths)
-
-    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        cache, pending = self._prefill(part, output)
-        for number, row in enumerate(rows):
-            self._cache.copy_row(row, cache, number)
-        cache.release()
-        self._pending.replace(rows, pending)
+            self._read(output.features[:, :-1], prompts, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        depth = state.longest_draft(self.depth)
+        depth, head = state.longest_draft(self.depth), self.lm_head
         if self.policy is not None:
             self.plan = tree_plan(self.policy.paths(state), self.target.device)
         if depth < 1 or not self.plan.size:
             return state.nothing
-        head = self.lm_head
         head.read(state.tokens)
-        features, counts = self._pending.all()
+        features, counts = self._pending.take()
         following = [row[len(row) - count :] for row, count in zip(state.tokens, counts, strict=True)]
-        self._pending.clear()
         if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
-            passes = OneCallPasses(self._one_call, head, features[0], following[0], self._cache)
-            return grow_planned(passes, self.plan, self.target.device)
+            return grow_by_passes(self._one_call, head, self.plan, features[0], following[0], self._cache)
         state.empty_finished(self._cache)
-        # Take in what was committed, with true features: (feature_i, token_{i+1}) up to the root.
-        given = self._given(features, following, state, self._cache)
-        predicted = last_of(self._extend(given, padded(following, self.target.device)), counts)[:, None]  # [B, 1, H]
-        self._cache.commit_first(counts)
+        predicted = self._read(features, following, state)  # [B, 1, H]
+
+        def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
+            return self._extend(features, head.tokens(places), rows)
+
         if self.tree == "dynamic":
-            draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.given.nodes)
+            draft = grow_dynamic(predicted, extend, head, depth, self.top_k, self.given.nodes)
         else:
-            draft = grow_static(predicted, self._extend_tree, head, self.plan, state.sampling, state.generator)
+            draft = grow_static(predicted, extend, head, self.plan, state.sampling, state.generator)
         draft.tokens, draft.q = head.tokens(draft.tokens), None if draft.q is None else head.spread(draft.q)
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        self.follow(state, output, verdict)
+        self._pending.add(output, verdict)
         if self.policy is not None:
             self.policy.learn(self.plan, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._pending.add(output, verdict)
 
-    def _given(self, features: Tensor, following: list[list[int]], state: DecodeState, cache: KVCache) -> Tensor:
-        """True features ``[B, R, H]`` as the head takes them, given the tokens after each."""
-        if self.inputs != UNSHIFTED:
-            return features
-        rows = zip(state.tokens, cache.lengths, following, strict=True)
-        own = [tokens[start : start + len(part)] for tokens, start, part in rows]
-        return torch.cat([features, self.target.embed(padded(own, self.target.device))], dim=-1)
+    def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
+        """Take in true features ``[B, R, H]`` and the token after each; returns the predicted next ``[B, 1, H]``."""
+        counts, device = list(map(len, following)), self.target.device
+        if self.inputs == UNSHIFTED:
+            rows = zip(state.tokens, self._cache.lengths, counts, strict=True)
+            own = padded([tokens[start : start + count] for tokens, start, count in rows], device)
+            features = torch.cat([features, self.target.embed(own)], dim=-1)
+        predicted = self._extend(features, padded(following, device))
+        self._cache.commit_first(counts)
+        return last_of(predicted, counts)[:, None]
 
-    def _extend_tree(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        """``_extend`` by nodes that are given as places among the LM head's logits."""
-        return self._extend(features, self.lm_head.tokens(places), rows)
-
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN, cache: KVCache | None = None) -> Tensor:
+    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``, unshifted with the rows' embeddings."""
-        cache = self._cache if cache is None else cache
-        predicted = self.target.runner.run(self._head, [features, tokens], cache, rows)[0]
+        predicted = self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
         if self.inputs != UNSHIFTED:
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)

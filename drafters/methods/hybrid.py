@@ -78,8 +78,7 @@ class HybridDrafter(Drafter):
         self._own: DraftTree  # the head's part of its latest draft
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
+        super().begin(state, output)
         self.head.begin(state, output)
         self.lookup.begin(state, output)
 
@@ -145,12 +144,6 @@ def _copying(lookup: Drafter) -> Retrieval:
 
 def _check(head: Drafter, match: int | str) -> None:
     if not head.follows:
-        raise ValueError(
-            f"the head is {head.name!r}, which has to draft every step itself; use one that can skip steps, for "
-            "example eagle or speculative"
-        )
+        raise ValueError(f"the head {head.name!r} must draft every step; use one that can skip steps, such as eagle")
     if match == "auto" and not isinstance(head.policy, ShapePolicy):
-        raise ValueError(
-            f"match: auto needs the expected gain of the head's draft, which {head.name!r} of a fixed shape does not "
-            "give: use tree: auto (eagle, medusa) or gamma: auto (speculative), or give match a number"
-        )
+        raise ValueError(f"match: auto needs a head with tree: auto or gamma: auto; {head.name!r} has a fixed shape")

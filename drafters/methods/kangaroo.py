@@ -4,6 +4,7 @@ Verification resumes at ``exit_layer`` and reuses the hidden states, keys and va
 drafts greedy chains; trees and sampled drafts are added here.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -128,19 +129,14 @@ class KangarooDrafter(LearnedDrafter):
 
     def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
         super().__init__(target, module, options)
-        self.exit_layer, self.eta = options.exit_layer, options.eta
-        self.ffn, self.own_lm_head = options.ffn, options.own_lm_head
-        self.confidence, self.max_draft_tokens, self.paths = options.confidence, options.max_draft_tokens, options.paths
+        self.given, self.exit_layer, self.max_draft_tokens = options, options.exit_layer, options.max_draft_tokens
         if self.exit_layer >= target.num_layers:
-            raise ValueError(
-                f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
-                f"found {self.exit_layer}"
-            )
+            most = target.num_layers - 1
+            raise ValueError(f"exit_layer must be between 1 and {most} for {target.name}, found {self.exit_layer}")
         target.check_layer_access(self.exit_layer)
-        self.plan = TreePlan(
-            self.paths or [[0] * level for level in range(1, self.max_draft_tokens + 1)], target.device
-        )
-        self._rows = _rows_by_level(self.plan, target.device)
+        chain = [[0] * level for level in range(1, self.max_draft_tokens + 1)]
+        self.plan = TreePlan(options.paths or chain, target.device)
+        self._rows = list(_rows_by_level(self.plan, target.device))
         self._inner = {node + 1: place for place, node in enumerate(self.plan.inner)}  # row -> its adapter row
         self.max_draft, self.taps = self.plan.size, (self.exit_layer,)
         adapter: Any = self.module
@@ -158,11 +154,9 @@ class KangarooDrafter(LearnedDrafter):
         return KangarooAdapter(target_config, **parts)
 
     def drafter_config(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"exit_layer": self.exit_layer, "eta": self.eta}
-        options |= {"max_draft_tokens": self.max_draft_tokens} | ({"paths": self.paths} if self.paths else {})
-        options |= ({"ffn": True} if self.ffn else {}) | ({"own_lm_head": True} if self.own_lm_head else {})
-        options |= {} if self.confidence == "top1" else {"confidence": self.confidence}
-        return options | self.lm_head.options()
+        given = self.given.model_dump(exclude=set(DraftHeadOptions.model_fields), exclude_defaults=True)
+        kept = {"exit_layer": self.exit_layer, "eta": self.given.eta, "max_draft_tokens": self.max_draft_tokens}
+        return given | kept | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._cache.release()  # frees the memory before the new cache takes its own
@@ -208,42 +202,37 @@ class KangarooDrafter(LearnedDrafter):
 
     def _draft(self, states: list[Tensor], tokens: list[Tensor], valid: list[Tensor], q: list[Tensor]) -> DraftTree:
         """The draft of the levels' tokens; verification resumes from ``states``."""
-        draft = DraftTree.empty(1, self.target.device)
-        if tokens:
-            whole = torch.cat(tokens, 1)
-            draft = DraftTree.from_parents(
-                whole,
-                self.plan.parents[: whole.shape[1]],
-                q=self.lm_head.spread(torch.cat(q, 1)) if q else None,
-                q_row=self.plan.q_row[: whole.shape[1]],
-                valid=torch.cat(valid, 1) if valid else None,
-            )
+        whole = torch.cat([*tokens, states[0].new_zeros(1, 0, dtype=torch.long)], 1)
+        draft = DraftTree.from_parents(
+            whole,
+            self.plan.parents[: whole.shape[1]],
+            q=self.lm_head.spread(torch.cat(q, 1)) if q else None,
+            q_row=self.plan.q_row[: whole.shape[1]],
+            valid=torch.cat(valid, 1) if valid else None,
+        )
         draft.extra.hidden, draft.extra.resume_layer = torch.cat(states, dim=1), self.exit_layer
         return draft
 
     def _uncertain(self, logits: Tensor) -> bool:
         """The second early exit. It copies one value per level to the host, because the next level depends on it."""
-        if self.eta == 0:
+        if self.given.eta == 0:
             return False
-        if self.confidence == "top1":
+        if self.given.confidence == "top1":
             confidence = logits.float().softmax(-1).amax()
         else:
             log_q = logits.float().log_softmax(-1)
             confidence = (log_q.exp() * log_q).nan_to_num(0.0).sum().exp()  # 0 log 0 is 0
-        return confidence.item() <= self.eta
+        return confidence.item() <= self.given.eta
 
     def _adapt(self, states: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the adapter over exit states ``[1, R, H]``: states for ``lm_head``, ``[1, R, H]``."""
         return self.target.runner.run(self._adapter, [states], self._cache, rows)[0]
 
 
-def _rows_by_level(plan: TreePlan, device: torch.device) -> list[Rows]:
+def _rows_by_level(plan: TreePlan, device: torch.device) -> Iterator[Rows]:
     """Per level, mask and positions of its nodes for the shallow layers, which read all nodes."""
-    see, depths = tree_mask(plan.parents, device)
-    rows, first = [], 1
+    (see, depths), first = tree_mask(plan.parents, device), 1
     for level in plan.levels:
         last = first + len(level.rank)
-        chain = Rows(offset=first)
-        rows.append(chain if plan.is_chain else Rows(see[:, first:last, :last], depths[:, :last], first))
+        yield Rows(offset=first) if plan.is_chain else Rows(see[:, first:last, :last], depths[:, :last], first)
         first = last
-    return rows

@@ -138,11 +138,7 @@ class Ahead:
 
 
 class LLMCadDrafter(DraftModelDrafter):
-    """Grows a token tree level by level, with one copy to the host per level, since the next level depends on it.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
-    """
+    """Grows a token tree level by level, with one copy to the host per level, since the next level depends on it."""
 
     name = "llmcad"
     options = LLMCadOptions

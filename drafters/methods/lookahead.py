@@ -8,8 +8,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.config import Config, DraftSize
-from drafters.drafting.phrase_pool import PhraseWindow
-from drafters.drafting.pool_file import first_pool, save_pool
+from drafters.drafting.phrase_pool import PhraseWindow, first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -83,7 +82,7 @@ class LookaheadDrafter(Drafter):
         if room < 1:  # the last token: no later forward can use new guesses
             return state.nothing
         self._tails = self.pool.get(state.tokens[0][-1], self.guesses)
-        self._trie = trie = Trie.of(self._tails, room, state.eos)
+        self._trie = trie = Trie(self._tails, room, state.eos)
         guessed = self.window.tokens
         return DraftTree.from_parents(
             torch.tensor([trie.tokens + guessed], dtype=torch.long, device=self.target.device),
@@ -112,11 +111,7 @@ class LookaheadDrafter(Drafter):
         self._read = min(self._read, max(kept - self.pool.tail, 0))
 
     def save_pool(self, path: str | Path) -> None:
-        """Write the pool to a file for the option ``pool``.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the pool to a file for the option ``pool``; raises OSError if it cannot be written."""
         save_pool(path, self.pool, self.target)
 
     def _read_text(self, state: DecodeState) -> None:

@@ -127,6 +127,7 @@ class MedusaDrafter(LearnedDrafter):
     max_batch = None
     follows = True
 
+    unread = {"auto": ("paths",), "chain": ("paths",)}
     policy: ShapePolicy | None = None
 
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
@@ -141,7 +142,7 @@ class MedusaDrafter(LearnedDrafter):
         own = module.lm_heads()
         self.lm_heads = [self.draft_head(options, head) for head in own] or [self.draft_head(options)]
         self._ranks = min(options.top_k, self.lm_heads[0].width)
-        self._read(module, options)
+        self._prepare_blocks(module, options)
         priors: dict[Way, Hazards] = {"greedy": PRIOR, "sampled": PRIOR}
         priors |= options.acceptance or {}
         if options.tree == "auto":
@@ -160,11 +161,8 @@ class MedusaDrafter(LearnedDrafter):
     def drafter_config(self) -> dict[str, Any]:
         # Not saved: a loaded drafter is lossless unless the user sets these.
         lossy = {"accept", "epsilon", "delta"}
-        return self.given.model_dump(exclude=lossy, exclude_none=True, exclude_defaults=True) | {
-            "heads": self.heads,
-            "layers": self.given.layers,
-            "own_lm_heads": self.given.own_lm_heads,
-        }
+        parts = {"heads": self.heads, "layers": self.given.layers, "own_lm_heads": self.given.own_lm_heads}
+        return self.given.model_dump(exclude=lossy, exclude_none=True, exclude_defaults=True) | parts
 
     def rule(self, sampling: Sampling) -> Rule:
         if self.lossless or sampling.greedy:
@@ -172,10 +170,8 @@ class MedusaDrafter(LearnedDrafter):
         return Typical(self.given.epsilon, self.given.delta)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
+        super().begin(state, output)
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
-        self._read_text(state)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._feature[rows] = last_of(output.features, part.prompt_lengths)[:, None]
@@ -188,7 +184,8 @@ class MedusaDrafter(LearnedDrafter):
         self._used = plan
         if not plan.size or state.longest_draft(self.depth) < 1:
             return state.nothing
-        self._read_text(state)
+        for each in self.lm_heads:
+            each.read(state.tokens)
         # Choose candidates: the likeliest ones or, for the lossless sampled rule, draws without replacement. A depth is
         # drawn once, and its draws are the children of all nodes above. This is lossless: verification walks one path,
         # which meets each depth once, and the draws of depths are independent.
@@ -212,11 +209,7 @@ class MedusaDrafter(LearnedDrafter):
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)
         self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
 
-    def _read_text(self, state: DecodeState) -> None:
-        for head in self.lm_heads:
-            head.read(state.tokens)
-
-    def _read(self, module: MedusaHeads, options: MedusaOptions) -> None:
+    def _prepare_blocks(self, module: MedusaHeads, options: MedusaOptions) -> None:
         """Prepare the blocks; the first blocks of all heads read the same feature and are one product."""
         linear, blocks = self.target.runner.linear, module.blocks()
         first = nn.Linear(self.target.hidden_size, self.heads * self.target.hidden_size, device="meta")
@@ -276,12 +269,7 @@ class Typical:
         self.epsilon, self.delta = epsilon, delta
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on a tree; ``logits [B, N+1, V]`` of [root, nodes]."""
         every = torch.arange(len(logits), device=logits.device)

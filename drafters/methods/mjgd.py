@@ -89,12 +89,7 @@ class JointMaximum:
         self.eos = eos
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on branches of one length; ``log_q`` holds the target's own log-likelihoods.
 

@@ -42,9 +42,6 @@ class MJSDDrafter(DraftModelDrafter):
     """Beam search with the draft model (section 2.1); the best beam is verified by joint likelihood.
 
     The last token of every step is the target's, its argmax or a draw.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "mjsd"
@@ -97,12 +94,7 @@ class JointLikelihood:
         self.warped = warped
 
     def __call__(
-        self,
-        draft: DraftTree,
-        logits: Tensor,
-        see: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:
         """The verdict on a chain with ``log_q``; ``logits [B, N+1, V]`` of [root, nodes]."""
         batch, n = draft.tokens.shape

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from drafters.drafting.phrase_pool import PhraseWindow
-from drafters.drafting.pool_file import first_pool, save_pool
+from drafters.drafting.phrase_pool import PhraseWindow, first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -105,7 +104,7 @@ class OuroborosDrafter(DraftModelDrafter):
         last, drafted = self._drafted[-1], len(self._drafted)
         if self.lengthen and last not in state.eos:
             self._tails = self.pool.get(last, self.k)
-            self._trie = Trie.of(self._tails, room - drafted, state.eos)
+            self._trie = Trie(self._tails, room - drafted, state.eos)
         return DraftTree.from_parents(
             torch.tensor([self._drafted + self._trie.tokens], device=self.target.device),
             [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)],
@@ -131,11 +130,7 @@ class OuroborosDrafter(DraftModelDrafter):
             self._learn_corrections(accepted[len(self._drafted) :], choice, state)
 
     def save_pool(self, path: str | Path) -> None:
-        """Write the pool to a file for the option ``pool``.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the pool to a file for the option ``pool``; raises OSError if it cannot be written."""
         save_pool(path, self.pool, self.target)
 
     def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[Tensor]) -> list[int]:
@@ -150,7 +145,7 @@ class OuroborosDrafter(DraftModelDrafter):
             return self.lm_head.tokens(state.sampling.pick(logits, state.generator, q)).tolist()
         # One forward over the pending tokens, phrases that begin with the last of them, and the window.
         tails = self.pool.get(pending[-1], self.guesses)
-        trie = Trie.of(tails, longest - 1, state.eos)
+        trie = Trie(tails, longest - 1, state.eos)
         root, inner = len(pending) - 1, len(trie.tokens)
         logits = self._forward(pending, trie)
         choice = self.lm_head.tokens(most_likely(logits)).tolist()

@@ -58,14 +58,6 @@ class ReplayDrafter(Drafter):
         self.max_draft, self.max_context = inner.max_draft, inner.max_context
         self.taps, self.remembers = inner.taps, inner.remembers
 
-    def expected_tau(self, depth: int) -> float:
-        """Expected tokens per step of drafts of this depth (EOS and limits cut the last step)."""
-        tau, reach = 1.0, 1.0
-        for level in range(depth):
-            reach *= self._rate(level)
-            tau += reach
-        return tau
-
     def rule(self, sampling: Sampling) -> Rule:
         if not sampling.greedy:
             raise ValueError(f"replay decodes greedily only, found temperature {sampling.temperature:g}; use 0")

@@ -35,11 +35,7 @@ class SpecInferOptions(DraftHeadOptions):
 
 
 class SpecInferDrafter(Drafter):
-    """Merges the sequences of several draft models. With one draft model it is speculative decoding.
-
-    Raises:
-        ValueError: a draft model has another tokenizer than the target.
-    """
+    """Merges the sequences of several draft models. With one draft model it is speculative decoding."""
 
     name = "specinfer"
     options = SpecInferOptions

@@ -35,11 +35,7 @@ class SpecTrOptions(DraftModelOptions):
 
 
 class SpecTrDrafter(DraftModelDrafter):
-    """Draws ``drafts`` independent chains of ``gamma`` tokens. With one chain it is speculative decoding.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
-    """
+    """Draws ``drafts`` independent chains of ``gamma`` tokens. With one chain it is speculative decoding."""
 
     name = "spectr"
     options = SpecTrOptions

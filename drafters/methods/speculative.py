@@ -28,11 +28,7 @@ class SpeculativeOptions(DraftModelOptions):
 
 
 class SpeculativeDrafter(DraftModelDrafter):
-    """Drafts a chain of ``gamma`` tokens, each drawn from the draft model's distribution q.
-
-    Raises:
-        ValueError: the draft model has another tokenizer than the target.
-    """
+    """Drafts a chain of ``gamma`` tokens, each drawn from the draft model's distribution q."""
 
     name = "speculative"
     options: ClassVar[type[SpeculativeOptions]] = SpeculativeOptions
@@ -45,18 +41,6 @@ class SpeculativeDrafter(DraftModelDrafter):
         self.policy: ShapePolicy | None = ShapePolicy(LONGEST, LONGEST, 1) if options.gamma == "auto" else None
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
         self.remembers = self.policy is not None
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.policy is not None:
-            self.policy.prepare(self, state.batch, state.sampling, state.longest)
-        super().begin(state, output)
-
-    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        policy, self.policy = self.policy, None  # ``part`` is no batch of its own: there is nothing to measure
-        try:
-            super().join(state, rows, part, output)
-        finally:
-            self.policy = policy
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = state.longest_draft(self.gamma)

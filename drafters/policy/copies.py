@@ -7,6 +7,7 @@ time, where pace is the average number of tokens per unit of time: so it maximis
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,10 +72,6 @@ class _FixedDraft(Drafter):
         super().__init__(target, Config())
         self.max_draft, self.size = most, 0
 
-    def use(self, size: int) -> None:
-        """Draft ``size`` tokens from now on."""
-        self.size = size
-
     def propose(self, state: "DecodeState") -> DraftTree:
         size = state.longest_draft(self.size)
         zeros = torch.zeros(state.batch, size, dtype=torch.long, device=self.target.device)
@@ -93,10 +90,10 @@ class CopyPolicy:
     def prepare(self, drafter: Drafter, batch: int, sampling: Sampling, longest: int) -> None:
         """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
         fixed = _FixedDraft(drafter.target, min(MOST, drafter.max_draft))
-        sizes = [size for size in ROWS if size <= fixed.max_draft]
+        sizes, use = [size for size in ROWS if size <= fixed.max_draft], partial(setattr, fixed, "size")
         for limit in context_limits(drafter.target, longest):
             if (batch, sampling, limit) not in self._costs:
-                times = step_times(fixed, sizes, fixed.use, batch, sampling, limit, longest, {"method": fixed.name})
+                times = step_times(fixed, sizes, use, batch, sampling, limit, longest, {"method": fixed.name})
                 rest = {1 + size: time.rest for size, time in zip(sizes, times, strict=True)}
                 self._costs[batch, sampling, limit] = Curve.of(rest)
 

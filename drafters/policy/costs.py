@@ -25,9 +25,9 @@ from drafters.common.files import replace_json
 from drafters.common.machine import hardware
 from drafters.common.paths import user_cache
 from drafters.common.wording import dtype_name
+from drafters.loop.generate import start, step
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.loop.step import start, step
 from drafters.model import backend
 from drafters.model.target import TargetModel
 
@@ -138,7 +138,7 @@ def time_plans(
                 if state is None or state.room() <= margin or all(state.finished):
                     rows = [list(prompt) for prompt in prompts]
                     capacity = context + room + margin
-                    state = DecodeState.of(target, rows, capacity, room, sampling, generator, frozenset())
+                    state = DecodeState(target, rows, capacity, room, sampling, generator, frozenset())
                     start(state, drafter)
                 marks = [_now(target.device)]
                 step(state, drafter, rule, lambda marks=marks: marks.append(_now(target.device)))  # type: ignore[misc]

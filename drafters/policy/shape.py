@@ -186,11 +186,10 @@ def best_shape(acceptance: Acceptance, costs: Costs, most_nodes: int) -> Shape:
 
 @dataclass
 class _Choice:
-    """Acceptance and choice for one batch size and way of sampling."""
+    """Choice for one batch size and way of sampling."""
 
-    rates: Rates
-    shape: Shape
-    explore: Shape
+    shape: Shape = Shape()
+    explore: Shape = Shape()
     steps: int = 0
     decide_at: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, tokens, plain steps
@@ -208,6 +207,7 @@ class ShapePolicy:
         self.most_nodes, self.depths, self.ranks, self._priors = most_nodes, depths, ranks, priors or {}
         self._costs: dict[tuple[int, Sampling, int], Costs] = {}
         self._choices: dict[tuple[int, Sampling], _Choice] = {}
+        self._rates: dict[Sampling, Rates] = {}  # for all batch sizes: acceptance does not depend on them
         self._forced: tuple[Path, ...] | None = None  # while costs are measured
         self._now: _Choice | None = None
 
@@ -264,31 +264,22 @@ class ShapePolicy:
     def _decided(self, state: "DecodeState") -> _Choice:
         """The choice for this batch size and sampling; it is made again every ``DECIDE`` steps."""
         key = state.batch, state.sampling
-        choice = self._choices.get(key)
-        if choice is None or choice.steps >= choice.decide_at:
-            rates = choice.rates if choice else self._new_rates(state.sampling)
+        self._now = choice = self._choices.setdefault(key, _Choice())
+        if choice.steps >= choice.decide_at:
+            prior = self._priors.get("greedy" if state.sampling.greedy else "sampled")
+            rates = self._rates.setdefault(state.sampling, Rates(self.depths, self.ranks, prior))
             costs = self._costs[(*key, context_limit(state.target, state.length))]
-            explore = best_shape(rates.acceptance(), costs, self.most_nodes)
-            shape = explore if explore.speedup > 1.0 else Shape()
-            if choice is None:
-                choice = self._choices[key] = _Choice(rates, shape, explore)
+            choice.explore = best_shape(rates.acceptance(), costs, self.most_nodes)
+            shape = choice.explore if choice.explore.speedup > 1.0 else Shape()
             if shape.paths != choice.shape.paths:
                 logging.getLogger(__name__).info("drafts: %s, expected speedup %.2f", shape.name, shape.speedup)
-            choice.shape, choice.explore = shape, explore
-            choice.decide_at = choice.steps + min(max(choice.steps, 4), DECIDE)
-        self._now = choice
+            choice.shape, choice.decide_at = shape, choice.steps + min(max(choice.steps, 4), DECIDE)
         return choice
-
-    def _new_rates(self, sampling: Sampling) -> Rates:
-        """The rates of another batch size, because acceptance does not depend on it; else the prior."""
-        for (_, other), choice in self._choices.items():
-            if other == sampling:
-                return choice.rates
-        return Rates(self.depths, self.ranks, self._priors.get("greedy" if sampling.greedy else "sampled"))
 
     def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
         """Learn from the verdict on a draft of ``size`` nodes of a plan."""
-        if self._forced is not None or self._now is None or not size:
+        rates = self._rates.get(state.sampling)
+        if self._forced is not None or rates is None or not size:
             return
         for row in range(state.batch):
             if state.finished[row]:  # cut short
@@ -297,7 +288,7 @@ class ShapePolicy:
             for depth, tree_row in enumerate(path):  # rows of [root, nodes]
                 if candidates := plan.children[tree_row]:
                     right = plan.ranks[path[depth + 1] - 1] if depth + 1 < len(path) else None
-                    self._now.rates.learn(depth, candidates, right)
+                    rates.learn(depth, candidates, right)
 
     def expected(self) -> Expected | None:
         """Expected tokens and time of all steps so far; None before the first."""

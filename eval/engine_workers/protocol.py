@@ -5,11 +5,10 @@ one at a time; the answer has tokens and times. The first prompt is short and no
 crashes at its first token does so before anything is measured.
 """
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from data_prep.common.other_python import answering, questions
 
 
 class Engine(Protocol):
@@ -34,19 +33,10 @@ class Engine(Protocol):
 
 
 def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
-    """Answer until stdin ends. The engine's own output goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    try:
-        engine = load(json.loads(sys.stdin.readline()))
-        answer(engine.facts)
-        for line in sys.stdin:
-            answer(engine.decode(**json.loads(line)))
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
-        raise
+    """Answer until stdin ends."""
+    with answering() as say:
+        asked = questions()
+        engine = load(next(asked))
+        say(engine.facts)
+        for prompt in asked:
+            say(engine.decode(**prompt))

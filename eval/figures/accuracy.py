@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,10 +82,7 @@ def same_number(answer: str, reference: str) -> bool:
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text: ``$1,200.50.`` -> 1200.5; None if there is none."""
     numbers = NUMBER.findall(text)
-    try:
-        return Decimal(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
-    except InvalidOperation:
-        return None
+    return Decimal(re.sub("[,$]", "", numbers[-1])) if numbers else None
 
 
 def program(metric: str, fields: dict[str, Any], answer: str) -> str:

@@ -39,22 +39,21 @@ class Divergence:
     accepted: bool
 
 
-def exact_share(rounds: list[list[Run]], baseline: list[Run]) -> float:
-    """Return the share of prompts whose tokens equal plain decoding's in every round; ``rounds`` are by prompt."""
-    equal = [all(run.tokens == plain.tokens for run in runs) for runs, plain in zip(rounds, baseline, strict=True)]
-    return sum(equal) / len(equal)
+def differing(rounds: list[list[Run]], plain: list[Run]) -> dict[int, list[int]]:
+    """Return by prompt the first output, of its ``rounds``, that differs from plain decoding's."""
+    found: dict[int, list[int]] = {}
+    for number, (runs, base) in enumerate(zip(rounds, plain, strict=True)):
+        for run in runs:
+            if run.tokens != base.tokens:
+                found.setdefault(number, run.tokens)
+    return found
 
 
 def find_divergences(
-    scores: Scores, plain: list[list[int]], names: list[str], rounds: list[list[Run]]
+    scores: Scores, plain: list[list[int]], names: list[str], others: dict[int, list[int]]
 ) -> list[Divergence]:
-    """Return a divergence for each prompt whose output differs from plain decoding's in some round."""
-    found = []
-    for number, (name, runs) in enumerate(zip(names, rounds, strict=True)):
-        other = next((run.tokens for run in runs if run.tokens != plain[number]), None)
-        if other is not None:
-            found.append(_divergence(scores, number, name, other, plain[number]))
-    return found
+    """Return the divergence of each of ``others``, the outputs of ``differing``, from the tokens of ``plain``."""
+    return [_divergence(scores, number, names[number], tokens, plain[number]) for number, tokens in others.items()]
 
 
 def _divergence(scores: Scores, number: int, name: str, tokens: list[int], plain: list[int]) -> Divergence:
@@ -68,22 +67,22 @@ def _divergence(scores: Scores, number: int, name: str, tokens: list[int], plain
     return Divergence(name, position, logits.best - logits.second, gap, tolerance, gap < tolerance)
 
 
-def summary(divergences: list[Divergence], prompts: int) -> dict[str, Any]:
-    """Return the report's ``divergences``: rate, number that rounding does not explain, and each one."""
-    return {
-        "count": len(divergences),
-        "rate": len(divergences) / prompts,
-        "unexplained": sum(not divergence.accepted for divergence in divergences),
-        "largest_margin": max((d.margin for d in divergences if d.margin is not None), default=None),
-        "each": [asdict(divergence) for divergence in divergences],
-    }
+def exactness(rounds: list[list[Run]], plain: list[Run], names: list[str], scores: Scores) -> dict[str, Any]:
+    """Return the report's ``exact_match`` and ``divergences``: number, share, those unexplained, and each one.
 
-
-def unavailable(rounds: list[list[Run]], baseline: list[Run], error: Exception) -> dict[str, Any]:
-    """Return ``summary`` if the target could not be run: the number is known, the explanation is not."""
-    count = sum(any(run.tokens != plain.tokens for run in runs) for runs, plain in zip(rounds, baseline, strict=True))
-    unknown: dict[str, Any] = {"unexplained": None, "largest_margin": None, "each": None}
-    return {"count": count, "rate": count / len(rounds), **unknown, "unavailable": f"{type(error).__name__}: {error}"}
+    If the target cannot be run, the number is known and the explanation is not, so that no measurement is lost.
+    """
+    others = differing(rounds, plain)
+    row: dict[str, Any] = {"exact_match": (len(names) - len(others)) / len(names)}
+    about: dict[str, Any] = {"count": len(others), "rate": len(others) / len(names)}
+    try:
+        each = find_divergences(scores, [run.tokens for run in plain], names, others)
+    except Exception as error:  # for example out of memory
+        unknown = dict.fromkeys(("unexplained", "largest_margin", "each"))
+        return row | {"divergences": about | unknown | {"unavailable": f"{type(error).__name__}: {error}"}}
+    about["unexplained"] = sum(not one.accepted for one in each)
+    about["largest_margin"] = max((one.margin for one in each if one.margin is not None), default=None)
+    return row | {"divergences": about | {"each": [asdict(one) for one in each]}}
 
 
 def tolerance_note(target: TargetModel) -> dict[str, Any]:

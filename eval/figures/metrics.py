@@ -1,4 +1,4 @@
-"""Compute the report's figures from runs; tau, CTAR and n-alpha are defined in ``drafters.loop.trace`` only."""
+"""Compute the report's figures from runs; tau, CTAR and n-alpha are defined in ``drafters.loop.generate`` only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.loop.trace import Trace
+from drafters.loop.generate import Trace
 from eval.measure.journal import TIME_FIELDS
 from eval.measure.runner import Run
 

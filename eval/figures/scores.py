@@ -46,13 +46,7 @@ class Scores:
         """Return the logits of every token of an output."""
         key = prompt, tuple(tokens)
         if key not in self._known:
-            outputs = self._waiting.pop(prompt, set()) | {key[1]}
-            try:
-                found = score(self.target, self._prompts[prompt], outputs)
-            except (RuntimeError, ValueError):  # perhaps because of another output
-                if len(outputs) == 1:
-                    raise
-                found = score(self.target, self._prompts[prompt], {key[1]})
+            found = score(self.target, self._prompts[prompt], self._waiting.pop(prompt, set()) | {key[1]})
             self._known.update({(prompt, output): logits for output, logits in found.items()})
         return self._known[key]
 

@@ -1,6 +1,5 @@
 """The journal: every run of a report as a line of JSON, from which a killed report resumes."""
 
-import contextlib
 import fcntl
 import functools
 import json
@@ -10,16 +9,17 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from data_prep.common.ranks import Rank
+from data_prep.store.lock import LOCK, is_locked, lock_file
 from drafters.base import Expected
 from drafters.cli.program import command
 from drafters.common.files import naming, replacing
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.measure.identity import differing, digest
 from eval.measure.models import ALONE
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
 
-JOURNAL, UNFINISHED, LOCK = "measurements.jsonl", "measurements.unfinished.*.jsonl", ".measurements.lock"
+JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"
 START = ("date", "load_average")
 END = "end"  # key of the last line, with everything besides the runs that a report needs
 RUN_FIELDS = (
@@ -74,9 +74,13 @@ class RunJournal:
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab+")
-        if not _lock(self._file):
+        try:
+            lock_file(self.path.parent, self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             self._file.close()
-            raise ValueError(f"{self.path} is being written by another process; wait for it, or give another out")
+            raise ValueError(
+                f"{self.path} is being written by another process; wait for it, or give another out"
+            ) from None
         parts = self._take_over()
         start = {name: self._facts[name] for name in START}
         if parts:
@@ -116,47 +120,29 @@ class RunJournal:
         return f"{kept}; to resume: {command()}"
 
     def gather(self) -> bool:
-        """Return whether all processes have measured their shares; then ``runs`` has all. Call within ``alone``."""
-        if len(self._all) == 1:
-            return True
+        """Return whether all processes have measured their shares; then ``runs`` has all. Call in ``folder_lock``."""
         self._append({"measured": len(self.runs)})
-        if not all(_complete(path) for path in self._all):
+        if not all(path.is_file() and _complete(path) for path in self._all):
             return False
         self.runs = [run_from_line(line) for line in self._everything() if "method" in line]
         return True
 
     def _everything(self) -> Lines:
         """Return the lines of all processes: the starts, the runs and the end."""
-        lines = [line for path in self._all for line in _complete(path)]
+        lines = [line for path in self._all for line in _lines_of(path)]
         first, *starts = (start for line in lines if (start := line.get("environment") or line.get("resumed")))
         told = [{"resumed": {name: start[name] for name in START}} for start in starts]
         begun = {"environment": first, "identity": self._identity}
         return [begun, *told, *(line for line in lines if "method" in line), *(line for line in lines if END in line)]
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep the other processes out."""
-        if len(self._all) == 1:
-            yield
-            return
-        with (self.path.parent / LOCK).open("a") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
     def finish(self) -> None:
         """Give the journal its final name, after the report was written; delete those of other identities."""
         final = self.path.with_name(JOURNAL)
-        if len(self._all) > 1:
-            with naming(self.path), replacing(final) as temporary:
-                temporary.write_bytes(b"".join(_encoded(line) for line in self._everything()))
-            for path in [*self._all, self.path.with_name(LOCK)]:
-                path.unlink(missing_ok=True)
-        for other in self._others():
-            with other.open("rb+") as file:  # NFS locks only files that are open for writing
-                if _lock(file):  # else another process writes it
-                    other.unlink()
-        self.path = self.path.replace(final) if len(self._all) == 1 else final
+        with naming(self.path), replacing(final) as temporary:
+            temporary.write_bytes(b"".join(_encoded(line) for line in self._everything()))
+        for path in [*self._all, *(other for other in self._others() if not is_locked(other)), final.with_name(LOCK)]:
+            path.unlink(missing_ok=True)
+        self.path = final
 
     def _append(self, line: dict[str, Any]) -> None:
         with naming(self.path):
@@ -222,21 +208,10 @@ def read_runs(path: Path) -> tuple[list[Run], dict[str, Any] | None]:
     return runs, lines[-1].get(END)
 
 
-def _complete(path: Path) -> Lines:
-    """Return the lines of a process's journal if it has measured its share, else none."""
-    lines = _lines_of(path) if path.is_file() else []
-    return lines if lines and ("measured" in lines[-1] or END in lines[-1]) else []
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock the file; False if another process holds it, True also on a file system without locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+def _complete(path: Path) -> bool:
+    """Return whether a process's journal has its share of the runs."""
+    lines = _lines_of(path)
+    return bool(lines) and ("measured" in lines[-1] or END in lines[-1])
 
 
 def _about_other(path: Path, identity: dict[str, Any]) -> str:

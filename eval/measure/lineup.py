@@ -1,6 +1,7 @@
 """The configured drafters, built again for every round; their draft models are loaded once."""
 
 import difflib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ class Lineup:
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
         self.described: dict[str, dict[str, Any]] = {}
         self.draft_vocabularies: dict[str, TextTokens] = {}
-        self._rows = [drafter.max_batch for drafter in self._unused.values()]
+        self._rows = [drafter.max_batch or sys.maxsize for drafter in self._unused.values()]
         for entry, drafter in zip(entries, self._unused.values(), strict=True):
             row = {"lossless": drafter.lossless, "stock": False, "entry": entry.base, "grid": entry.knobs or None}
             trained = trained_with(drafter)
@@ -48,26 +49,18 @@ class Lineup:
                 self.draft_vocabularies[entry.name] = vocabulary
         self.remembering = {e.name for place, e in enumerate(entries) if self._unused[place].remembers}
 
-    def fitting(self, temperature: float, batch: int) -> list[str]:
-        """Return the names of drafters that decode batches of this size, at a temperature."""
-        return [e.name for n, e in self._at(temperature) if self._fits(n, batch)]
+    def largest(self, temperature: float) -> dict[str, int]:
+        """Return by name the largest batch of each drafter at a temperature."""
+        return {e.name: self._rows[n] for n, e in self._at(temperature)}
 
-    def refusing(self, temperature: float, batch: int) -> dict[str, int]:
-        """Return the names of the other drafters, with their largest batch."""
-        return {e.name: self._rows[n] or 0 for n, e in self._at(temperature) if not self._fits(n, batch)}
+    def fresh(self, temperature: float, batch: int = 1) -> dict[str, Drafter]:
+        """Return by name the drafters that decode batches of this size; none has seen a prompt."""
+        wanted = [(n, e) for n, e in self._at(temperature) if batch <= self._rows[n]]
+        return {e.name: self._unused.pop(n) if n in self._unused else self._build(e) for n, e in wanted}
 
     def _at(self, temperature: float) -> list[tuple[int, DrafterEntry]]:
         numbered = enumerate(self._entries)
         return [(n, e) for n, e in numbered if e.temperatures is None or temperature in e.temperatures]
-
-    def _fits(self, place: int, batch: int) -> bool:
-        most = self._rows[place]
-        return most is None or batch <= most
-
-    def fresh(self, temperature: float, batch: int = 1) -> dict[str, Drafter]:
-        """Return the ``fitting`` drafters by name; none has seen a prompt."""
-        wanted = [(n, e) for n, e in self._at(temperature) if self._fits(n, batch)]
-        return {e.name: self._unused.pop(n) if n in self._unused else self._build(e) for n, e in wanted}
 
     def _build(self, entry: DrafterEntry) -> Drafter:
         known = drafter_class(entry.drafter).options.model_fields

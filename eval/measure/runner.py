@@ -19,9 +19,9 @@ from drafters.base import Expected
 from drafters.cli.program import Failure
 from drafters.common.energy import EnergyMeter, Reading
 from drafters.common.threads import fit_threads
+from drafters.loop.generate import Trace
 from drafters.loop.sampling import Sampling
-from drafters.loop.trace import Trace
-from eval.measure.expected import expected_of, prepare
+from drafters.policy import costs
 from eval.prompts.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,6 @@ def measure(
     temperatures: list[float],
     rounds: int,
     limits: Limits,
-    on_run: Callable[[str], None] = lambda method: None,
     meter: EnergyMeter | None = None,
     done: Sequence[Run] = (),
     remembering: Collection[str] = (),
@@ -144,7 +143,6 @@ def measure(
         build: the methods of a temperature and a batch size, by label. Called for every round after the previous
             methods are freed, so that a method that remembers prompts starts without them.
         warmup: decoded first by every method of a round, unmeasured; repeated to fill the last batch.
-        on_run: called with the method's label before each run.
         meter: measures energy; None: no measurement.
         done: runs of an earlier start, complete prompts from the first on; not measured again.
         remembering: methods that remember earlier prompts. In a resumed round they decode the earlier prompts again,
@@ -164,7 +162,7 @@ def measure(
         if before * batch == len(prompts):
             continue
         methods = build(temperature, batch)
-        run = functools.partial(_run, methods, limits, temperature, number, on_run, meter, failed, needed)
+        run = functools.partial(_run, methods, limits, temperature, number, meter, failed, needed)
         # Warm up: kernels are chosen, memory pools grow.
         for index, some in enumerate(in_batches(warmup, batch)):
             for method in methods:
@@ -194,7 +192,6 @@ def _run(
     limits: Limits,
     temperature: float,
     number: int,
-    on_run: Callable[[str], None],
     meter: EnergyMeter | None,
     failed: dict[tuple[float, int, str], str],
     needed: Callable[[str], bool],
@@ -207,7 +204,6 @@ def _run(
     lengths = (0,) * len(prompts) if len(prompts) > 1 else ()
     if key in failed:
         return Run([], 0.0, 0.0, failure=failed[key], lengths=lengths, wall_seconds=0.0, **place)
-    on_run(method)
     fit_threads()
     most = min(prompt.max_new_tokens or limits.max_new_tokens for prompt in prompts)
     try:
@@ -261,19 +257,10 @@ def drafter_method(
 
     def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         text = max(longest, *map(len, prompts)) + limits.max_new_tokens
-        prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)
+        costs.prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)  # outside of any prompt's time
         before = expected_of(drafter)
-        ends = sorted(limits.eos)
-        result = generate(
-            target,
-            drafter,
-            prompts,
-            max_new_tokens=most,
-            temperature=temperature,
-            eos_token_id=ends,
-            seed=seed,
-            **sampled,
-        )
+        settings = sampled | {"max_new_tokens": most, "temperature": temperature, "eos_token_id": sorted(limits.eos)}
+        result = generate(target, drafter, prompts, seed=seed, **settings)
         rows = zip(result.tokens.tolist(), result.lengths, strict=True)
         tokens, lengths = joined([row[:length] for row, length in rows])
         trace, decoded = result.trace, len(tokens) - len(prompts)
@@ -283,6 +270,15 @@ def drafter_method(
         return Outcome(tokens, *seconds, trace, len(prompts), expected_of(drafter, before), lengths=lengths)
 
     return decode
+
+
+def expected_of(drafter: Drafter, before: Expected | None = None) -> Expected | None:
+    """Return what a drafter that chooses options itself (``auto``) has expected, so far or since ``before``."""
+    found = drafter.policy.expected() if drafter.policy else None
+    if found is None or before is None:
+        return found
+    steps, tokens, plain = (now - then for now, then in zip(found[:3], before[:3], strict=True))
+    return Expected(steps, tokens, plain, found.choice)
 
 
 def joined(rows: list[list[int]]) -> tuple[list[int], tuple[int, ...]]:

@@ -3,10 +3,8 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-from rich.console import Console
 
 from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
@@ -31,9 +29,10 @@ from eval.prompts.config import shown_sizes
 from eval.prompts.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt
 
 
-@dataclass
 class Session:
     """Everything loaded for one speed config, and what its runs have in common.
+
+    Raises ValueError, before anything is measured, for what is missing or does not fit.
 
     Attributes:
         share: indices of the prompts that this process measures.
@@ -41,16 +40,34 @@ class Session:
         facts: the report's ``environment``.
     """
 
-    config: SpeedConfig
-    models: Models
-    lineup: Lineup
-    assistants: dict[str, TargetModel]
-    prompts: PromptSet
-    limits: Limits
-    share: list[int]
-    left_out: list[dict[str, Any]]
-    facts: dict[str, Any]
-    engines: Engines | None
+    def __init__(
+        self,
+        config: SpeedConfig,
+        argv: list[str],
+        models: Models | None = None,
+        engines: Engines | None = None,
+        rank: Rank = ALONE,
+    ) -> None:
+        self.config, self.engines = config, engines
+        set_threads(config.threads)
+        check_options(config.entries)
+        longest = config.prompts.longest + config.max_new_tokens
+        self.models = models or load_models(config.target, longest, max(config.batch), rank)
+        target = self.models.target
+        self.lineup = Lineup(config.entries, self.models)
+        self.left_out = refused(config, self.lineup)
+        self.assistants = self.models.assistants(config.assistants)
+        most = min([self.lineup.max_context, *(model.max_context for model in self.assistants.values())])
+        ends = answer_ends(config.target, target)
+        limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, ends)
+        self.prompts = prompts_for(config, target, most, limits)  # earlier answers of a dialogue end at EOS
+        self.limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
+        self.share = share_of(rank, len(self.prompts.measured), config.batch)
+        self.facts = describe(config, argv, target, self.prompts)
+        self.facts |= {"processes": rank.count} if rank.count > 1 else {}
+        if engines is not None:
+            engines.start(target, self.prompts, self.limits)
+            self.facts |= engines.facts
 
     @property
     def described(self) -> dict[str, dict[str, Any]]:
@@ -93,35 +110,6 @@ class Session:
         return own | {name: facts[name] for name in names}
 
 
-def open_session(
-    config: SpeedConfig,
-    argv: list[str],
-    console: Console,
-    models: Models | None = None,
-    engines: Engines | None = None,
-    rank: Rank = ALONE,
-) -> Session:
-    """Load everything; raises ValueError for what is missing or does not fit, before anything is measured."""
-    set_threads(config.threads)
-    check_options(config.entries)
-    longest = config.prompts.longest + config.max_new_tokens
-    models = models or load_models(config.target, longest, max(config.batch), rank)
-    target = models.target
-    lineup = Lineup(config.entries, models)
-    left_out = refused(config, lineup)
-    assistants = models.assistants(config.assistants)
-    most = min([lineup.max_context, *(model.max_context for model in assistants.values())])
-    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, answer_ends(config.target, target))
-    prompts = prompts_for(config, target, most, limits)  # earlier answers of a dialogue end at EOS
-    limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
-    share = share_of(rank, len(prompts.measured), config.batch)
-    facts = describe(config, argv, target, prompts) | ({"processes": rank.count} if rank.count > 1 else {})
-    if engines is not None:
-        engines.start(target, prompts, limits)
-        facts |= engines.facts
-    return Session(config, models, lineup, assistants, prompts, limits, share, left_out, facts, engines)
-
-
 def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:
     """Return the indices of the prompts that this process measures; the processes take whole batches in turn."""
     unit = math.lcm(*batches)
@@ -160,8 +148,10 @@ def refused(config: SpeedConfig, lineup: Lineup) -> list[dict[str, Any]]:
     """Return the methods that cannot decode batches of a size, with the largest batch of each."""
     found: list[dict[str, Any]] = []
     for temperature, batch in itertools.product(config.temperatures, config.batch):
-        most = lineup.refusing(temperature, batch) | ({e.label: 1 for e in config.stock} if batch > 1 else {})
-        if most and lineup.fitting(temperature, batch) == [config.entries[0].name]:
+        own = lineup.largest(temperature)
+        every = own | {entry.label: 1 for entry in config.stock}
+        most = {name: rows for name, rows in every.items() if rows < batch}
+        if most and len(own.keys() - most.keys()) == 1:  # only plain decoding is left
             raise ValueError(
                 f"batch is {batch}, but the methods {shortened(list(most))} decode at most {max(most.values())} row(s) "
                 "at once: remove that batch size, or add a drafter that decodes it"
@@ -198,15 +188,12 @@ def measure_all(session: Session, journal: RunJournal, rank: Rank) -> None:
     meter = EnergyMeter(session.models.target.device, shared=rank.count > 1)
     done = list(journal.runs)
     with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:
-
-        def on_run(method: str) -> None:
-            bar.set_description(f"{method:<24}", refresh=False)
-
         given = session.methods, measured, prompts.warmup, config.temperatures, config.rounds, session.limits
         remembering = session.lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
         needed = session.plain.__eq__
-        for run in measure(*given, on_run, meter, done, remembering, config.batch, session.share, needed):
+        for run in measure(*given, meter, done, remembering, config.batch, session.share, needed):
             journal.write(run, *prompts.measured[run.prompt : run.prompt + run.batch])
+            bar.set_description(f"{run.method:<24}", refresh=False)
             bar.update()
     device = session.models.target.device
     session.facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(device)}

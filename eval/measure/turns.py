@@ -3,7 +3,6 @@
 All methods get the same prompts, independent of their own answers.
 """
 
-import contextlib
 import fcntl
 import json
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.store.lock import lock_file
 from drafters.common.files import naming
 from eval.measure.identity import digest
 from eval.measure.journal import json_lines
@@ -37,8 +37,7 @@ def with_later_turns(
     found, skipped = [], prompts.skipped.copy()
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.open("ab+") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: every process makes its own answers
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(kept.parent, file, fcntl.LOCK_EX)
         lines = list(json_lines(file))
         file.truncate(lines[-1][0] if lines else 0)  # a kill may have left half a line
         known = {line["prompt"]: line["tokens"] for _, line in lines}

@@ -3,11 +3,8 @@
 ``eval.engine_workers`` is the other end.
 """
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +12,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
 
-from data_prep.common.other_python import start
+from data_prep.common.other_python import OtherPython
 from drafters.common.wording import shortened
 from drafters.config import Config, validate
-from drafters.loop.trace import Step, Trace
+from drafters.loop.generate import Step, Trace
 from eval.measure.runner import Limits, Method, Outcome, check_tokens
 
 
@@ -45,106 +42,73 @@ class Worker:
         self._python, self._module, self._job, self.log, self._patience = python, module, job, log, patience
         self.facts: dict[str, Any] = {}
         self._failure: WorkerError | None = None
-        self._process: subprocess.Popen[str]
+        self._process: OtherPython
 
     def __enter__(self) -> Self:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._process = start(self._python, self._module, self.log)
+            self._process = OtherPython(self._python, self._module, self.log)
         except OSError as error:
             raise WorkerError(f"{self._python} cannot be started ({error.strerror})") from None
         try:
             self.facts = self.ask(self._job)
         except BaseException:
-            self.close()
+            self._process.close()
             raise
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process by closing its input."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):  # the process is gone
-                    stream.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            self._process.wait()
+        self._process.close()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Send one line and return the answer; a WorkerError ends the process, and later calls raise it again."""
         if self._failure is not None:
             raise self._failure
         try:
-            return self._answer(json.dumps(question) + "\n")
+            return self._answer(question)
         except WorkerError as error:
             raise self.give_up(error) from None
 
     def give_up(self, error: WorkerError) -> WorkerError:
         """End the process; return the error that every later question raises."""
         self._failure = error
-        self._kill()
-        self.close()
+        self._process.kill()
         return error
 
-    def _answer(self, question: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        late = False
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        late = threading.Event()
 
         def stop() -> None:
-            nonlocal late
-            late = True
-            self._kill()
+            late.set()
+            self._process.kill()
 
         timer = threading.Timer(self._patience, stop)
         timer.start()
-        try:
-            self._process.stdin.write(question)
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except OSError:
-            answer = ""
-        finally:
-            timer.cancel()
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = f"the end of {self.log}: {lines[-1].strip()}" if lines else f"{self.log} is empty"
+        self._process.say(question)
+        answer = self._process.hear()
+        timer.cancel()
         if not answer.endswith("\n"):
-            raise self._ended(late, last)
+            raise self._ended(late.is_set())
         try:
             found = json.loads(answer)
         except ValueError:
             found = None
         if not isinstance(found, dict):
+            last = self._process.last_line()
             raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {last}")
         if "error" in found:
             raise WorkerError(f"{' '.join(str(found['error']).split())} (see {self.log})")
         return found
 
-    def _kill(self) -> None:
-        """End the process and its children, which are in a session of their own."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _ended(self, late: bool, last: str) -> WorkerError:
+    def _ended(self, late: bool) -> WorkerError:
         """Return the error of a process that gave no answer."""
-        try:
-            status = self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            status = None  # it closed its output and still runs
+        status, last = self._process.status(), self._process.last_line()
         if late:
             return WorkerError(
                 f"no answer from the engine in {self._patience:g} seconds, so its process was ended; {last}"
             )
         if status is not None and status < 0:
-            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            return WorkerCrash(f"{name} ended the engine's process; {last}")
-        shown = "" if status is None else f" (status {status})"
-        return WorkerError(f"the engine's process ended without an answer{shown}; {last}")
+            return WorkerCrash(f"{signal.Signals(-status).name} ended the engine's process; {last}")
+        return WorkerError(f"the engine's process ended without an answer (status {status}); {last}")
 
 
 Seconds = Annotated[NonNegativeFloat, AllowInfNan(False)]

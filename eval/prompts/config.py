@@ -42,9 +42,6 @@ class PromptsConfig(Config):
     def _check(self) -> Self:
         if self.count is not None and self.per_category is not None:
             raise ValueError(f"count is {self.count} and per_category {self.per_category}: give one of the two")
-        for key, values in (("file", self.files), ("suite", self.suites), ("categories", self.categories or [])):
-            if len(set(values)) < len(values):
-                raise ValueError(f"{key}: each must be given once, found {[str(value) for value in values]}")
         if bool(self.files) == bool(self.suites):
             raise ValueError(
                 f"file is {self.file} and suite {self.suite}: give one of the two (--suite NAME replaces file)"

@@ -26,55 +26,53 @@ def check_context_files(files: list[Path]) -> None:
             )
 
 
-class Earlier:
-    """Dialogues to put before questions; a dialogue is reused only after all others were used.
+def with_earlier_turns(
+    questions: list[list[Message]], files: list[Path], render: Render, wanted: int, seed: int
+) -> list[list[int]]:
+    """Return the prompts' ids with dialogues before the questions, each at most ``wanted`` tokens and nearly that.
+
+    A dialogue is reused only after all others were used.
 
     Args:
-        files: ShareGPT dialogues. asked: questions whose own dialogues are excluded.
-        render: messages to token ids, up to the answer. wanted: tokens of a prompt. seed: of the order.
+        questions: messages; the last is the user's. Dialogues that contain it are left out.
+        files: ShareGPT dialogues. render: messages to token ids, up to the answer. seed: of the order.
     """
+    asked = {question[-1]["content"] for question in questions}
+    read = (dialogue.messages for file in files for dialogue in read_dialogues(file, ReadCounts()))
+    found = [_turns(messages) for messages in read if not uses_tools(messages)]
+    left = [turns for turns in found if not any(turn["content"] in asked for turn in turns[::2])]
+    random.Random(seed).shuffle(left)
+    waiting = deque(left)
+    prompts = [_filled(question, waiting, render, wanted) for question in questions]
+    if (shortest := min(map(len, prompts))) < NEAR * wanted:
+        raise ValueError(
+            f"context_tokens is {wanted:,}, but the dialogues of {', '.join(map(str, files))} fill only {shortest:,}; "
+            "give a context_file with more or shorter dialogues, or smaller context_tokens"
+        )
+    return prompts
 
-    def __init__(self, files: list[Path], asked: set[str], render: Render, wanted: int, seed: int) -> None:
-        self._shown = ", ".join(map(str, files))
-        self._render, self._wanted = render, wanted
-        found = []
-        for file in files:
-            read = (dialogue.messages for dialogue in read_dialogues(file, ReadCounts()))
-            found += [_turns(messages) for messages in read if not uses_tools(messages)]
-        left = [turns for turns in found if not any(turn["content"] in asked for turn in turns[::2])]
-        random.Random(seed).shuffle(left)
-        self._waiting = deque(left)
 
-    def before(self, question: list[Message]) -> list[int]:
-        """Return the prompt's ids, at most the wanted length and nearly that.
-
-        Args:
-            question: messages; the last is the user's.
-        """
-        own = len(self._render(question))
-        room = self._wanted - own
-        chosen: list[list[Message]] = []
-        passed: list[list[Message]] = []
-        while self._waiting and len(passed) < MISFITS:
-            turns = self._waiting.popleft()
-            length = len(self._render(_placed([turns], question))) - own
-            if length <= room:
-                chosen.append(turns)
-                room -= length
-            else:
-                passed.append(turns)
-        self._waiting.extendleft(reversed(passed))
-        self._waiting.extend(chosen)
-        ids = self._render(_placed(chosen, question))
-        while chosen and len(ids) > self._wanted:  # a template may add more between two dialogues than around one
-            chosen.pop()
-            ids = self._render(_placed(chosen, question))
-        if len(ids) < NEAR * self._wanted:
-            raise ValueError(
-                f"context_tokens is {self._wanted:,}, but the dialogues of {self._shown} fill only {len(ids):,}; give "
-                "a context_file with more or shorter dialogues, or smaller context_tokens"
-            )
-        return ids
+def _filled(question: list[Message], waiting: deque[list[Message]], render: Render, wanted: int) -> list[int]:
+    """Return the ids of a question after dialogues from ``waiting``, which go to its end."""
+    own = len(render(question))
+    room = wanted - own
+    chosen: list[list[Message]] = []
+    passed: list[list[Message]] = []
+    while waiting and len(passed) < MISFITS:
+        turns = waiting.popleft()
+        length = len(render(_placed([turns], question))) - own
+        if length <= room:
+            chosen.append(turns)
+            room -= length
+        else:
+            passed.append(turns)
+    waiting.extendleft(reversed(passed))
+    waiting.extend(chosen)
+    ids = render(_placed(chosen, question))
+    while chosen and len(ids) > wanted:  # a template may add more between two dialogues than around one
+        chosen.pop()
+        ids = render(_placed(chosen, question))
+    return ids
 
 
 def _turns(messages: Sequence[Message]) -> list[Message]:

@@ -2,8 +2,9 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ def read_prompts(file: Path, format_: Format, skipped: Counter[str]) -> Iterator
     """Yield the dialogues up to their first answers, or the questions; ``skipped`` counts unusable records."""
     if format_ == "sharegpt":
         return _sharegpt(file, skipped)
-    return questions(read_records(file), next(key for key, each in QUESTION_KEYS.items() if each == format_), skipped)
+    key = next(key for key, each in QUESTION_KEYS.items() if each == format_)
+    return questions(read_records(file), partial(turns_under, key=key), f"no_{key}", skipped)
 
 
 def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
@@ -105,35 +107,40 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
     skipped.update(counts.dropped)
 
 
+def turns_under(record: dict[str, Any], key: str) -> list[str]:
+    """Return the user's turns under ``key``, which holds a text or a list of texts; [] for anything else."""
+    found = record.get(key)
+    turns: list[Any] = found if isinstance(found, list) else [found]
+    return turns if all(isinstance(turn, str) for turn in turns) else []
+
+
 def questions(
-    records: Iterable[tuple[int, Any]], key: str, skipped: Counter[str], id_: str | None = None
+    records: Iterable[tuple[int, Any]],
+    turns: Callable[[dict[str, Any]], list[str]],
+    missing: str,
+    skipped: Counter[str],
+    id_: str | None = None,
 ) -> Iterator[Record]:
-    """Yield the questions under ``key``: a text, or a list of the user's turns whose first item is the question."""
+    """Yield the records whose user ``turns`` can be read, with id and categories under the published formats' keys.
+
+    Args:
+        missing: reason to skip a record without turns. id_: key of the id; None: one of ``ID_KEYS``.
+    """
     for number, record in records:
-        if isinstance(record, Unreadable):
-            skipped[record.reason] += 1
-            continue
         if not isinstance(record, dict):
-            skipped["not_an_object"] += 1
+            skipped[record.reason if isinstance(record, Unreadable) else "not_an_object"] += 1
             continue
-        found = record.get(key)
-        texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str)]
-        if not texts or (isinstance(found, list) and len(texts) < len(found)):
-            skipped[f"no_{key}"] += 1
+        texts = turns(record)
+        if not texts:
+            skipped[missing] += 1
         elif not texts[0].strip():
             skipped["empty_prompt"] += 1
         elif any(PLACEHOLDER in text for text in texts):
             skipped["placeholder"] += 1
         else:
-            yield asked(record, texts, number, id_)
-
-
-def asked(record: dict[str, Any], turns: list[str], number: int, id_: str | None = None) -> Record:
-    """Return the record of these user turns, with the id and categories under the published formats' keys."""
-    named = next((record[name] for name in (id_, *ID_KEYS) if name is not None and record.get(name) is not None), None)
-    kinds = (record.get(name) for name in ("category", "sub_category"))
-    category, sub_category = (str(kind) if kind not in (None, "") else None for kind in kinds)
-    messages = [{"role": "user", "content": turns[0]}]
-    return Record(
-        f"line {number}" if named is None else str(named), category, messages, sub_category, tuple(turns[1:]), record
-    )
+            name = first_value(record, [key for key in (id_, *ID_KEYS) if key is not None])
+            kinds = (record.get(name) for name in ("category", "sub_category"))
+            category, sub_category = (str(kind) if kind not in (None, "") else None for kind in kinds)
+            messages = [{"role": "user", "content": texts[0]}]
+            id_of = f"line {number}" if name is None else str(name)
+            yield Record(id_of, category, messages, sub_category, tuple(texts[1:]), record)

@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,9 @@ from typing import Any
 from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import REFUSALS, for_template
 from eval.prompts.config import PromptsConfig, check_prompt_files, shown_sizes
-from eval.prompts.context import Earlier
+from eval.prompts.context import with_earlier_turns
 from eval.prompts.files import Format, Record, detect_format, files_sha256, read_prompts
 from eval.prompts.suites import WARM_UP, load_suite, read_suite, suite_name
-
-SPARE_TOKENS = 64  # the last tokens of a cut text may differ from those of the whole text
 
 
 @dataclass(frozen=True)
@@ -98,17 +96,17 @@ def load_prompts(
             skipped ones), too little room for ``context_tokens``, or too few dialogues for them.
     """
     check_prompt_files(config)
-    formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
+    limit = longest_prompt(config, max_new_tokens, max_context)
+    reader = _Reader(config, tokenizer, max_new_tokens, max_context)
+    formats, skipped = [detect_format(file) for file in config.files], reader.skipped
     records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)
-    limit = longest_prompt(config, max_new_tokens, max_context)
-    usable = _usable(config, tokenizer, max_new_tokens, max_context, skipped)
     if config.per_category is None and not config.suites:
-        found = (prompt for record in records if (prompt := usable(record)) is not None)
+        found = (prompt for record in records if (prompt := reader.prompt(record)) is not None)
         spare, requested = list(itertools.islice(found, warmup)), config.count
         measured = list(itertools.islice(found, config.count))
     else:
-        measured, spare, requested = _draw_by_group(config, records, usable, warmup)
+        measured, spare, requested = _draw_by_group(config, records, reader, warmup)
     if config.suites:
         spare += _warm_up(tokenizer, warmup - len(spare))
     if not measured or len(spare) < warmup:
@@ -119,9 +117,9 @@ def load_prompts(
         )
     if config.context_tokens is not None:
         both = [*measured, *spare]
-        asked = {prompt.question[-1]["content"] for prompt in both}
-        earlier = Earlier(config.context_files, asked, partial(render, tokenizer), config.context_tokens, config.seed)
-        both = [replace(prompt, ids=earlier.before(prompt.question)) for prompt in both]
+        given = config.context_files, partial(render, tokenizer), config.context_tokens, config.seed
+        filled = with_earlier_turns([prompt.question for prompt in both], *given)
+        both = [replace(prompt, ids=ids) for prompt, ids in zip(both, filled, strict=True)]
         measured, spare = both[: len(measured)], both[len(measured) :]
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
@@ -169,40 +167,38 @@ def longest_prompt(config: PromptsConfig, max_new_tokens: int, max_context: int)
     return min(config.max_prompt_tokens or most, config.context_tokens or most, most)
 
 
-Usable = Callable[[Record], Prompt | None]
+class _Reader:
+    """Renders the prompts of records, and counts in ``skipped`` why some cannot be used."""
 
+    def __init__(self, config: PromptsConfig, tokenizer: Any, max_new_tokens: int, max_context: int) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.max_new_tokens, self.max_context = max_new_tokens, max_context
+        self.skipped = Counter[str]()
+        self._seen: set[tuple[int, ...]] = set()
 
-def _usable(
-    config: PromptsConfig, tokenizer: Any, max_new_tokens: int, max_context: int, skipped: Counter[str]
-) -> Usable:
-    """Return a function that renders a record's prompt, or returns None and counts why it cannot be used."""
-    seen: set[tuple[int, ...]] = set()
-
-    def usable(record: Record) -> Prompt | None:
+    def prompt(self, record: Record) -> Prompt | None:
+        """Return the record's prompt; None if it cannot be used."""
         own = load_suite(record.suite).max_new_tokens if record.suite is not None else None
-        most = min(own or max_new_tokens, max_new_tokens)
-        limit = longest_prompt(config, most, max_context)
+        most = min(own or self.max_new_tokens, self.max_new_tokens)
         try:
-            ids = render_up_to(tokenizer, record.messages, limit)
+            ids = render(self.tokenizer, record.messages)
             bare = [{key: message[key] for key in ("role", "content")} for message in record.messages]
-            unprinted = "tools" in record.messages[0] and render_up_to(tokenizer, bare, limit) == ids
+            unprinted = "tools" in record.messages[0] and render(self.tokenizer, bare) == ids
         except DroppedError as error:
-            skipped[error.reason] += 1
+            self.skipped[error.reason] += 1
             return None
-        reason = "duplicate" if tuple(ids) in seen else "too_long" if len(ids) > limit else ""
-        reason = "tools_not_printed" if unprinted else reason
-        if reason or not ids:
-            skipped[reason or "empty_prompt"] += 1
+        too_long = len(ids) > longest_prompt(self.config, most, self.max_context)
+        found = {"tools_not_printed": unprinted, "duplicate": tuple(ids) in self._seen, "too_long": too_long}
+        if reason := next((name for name, true in found.items() if true), "" if ids else "empty_prompt"):
+            self.skipped[reason] += 1
             return None
-        seen.add(tuple(ids))
-        fewer = most if most < max_new_tokens else None
+        self._seen.add(tuple(ids))
+        fewer = most if most < self.max_new_tokens else None
         return Prompt(record.id, record.category, ids, record.messages, record, max_new_tokens=fewer)
-
-    return usable
 
 
 def _draw_by_group(
-    config: PromptsConfig, records: list[Record], usable: Usable, warmup: int
+    config: PromptsConfig, records: list[Record], reader: _Reader, warmup: int
 ) -> tuple[list[Prompt], list[Prompt], int]:
     """Return the prompts to measure, those for warm-up, and how many were to be measured.
 
@@ -221,7 +217,7 @@ def _draw_by_group(
     spare: list[Prompt] = []
     for record, group in zip(records, groups, strict=True):
         full = len(measured) == requested or left[group] == 0
-        if not (full and len(spare) == warmup) and (prompt := usable(record)) is not None:
+        if not (full and len(spare) == warmup) and (prompt := reader.prompt(record)) is not None:
             (spare if full else measured).append(prompt)
             left[group] -= not full
     return measured, spare, requested
@@ -278,24 +274,3 @@ def render(tokenizer: Any, messages: list[Message]) -> list[int]:
     except REFUSALS as error:
         raise DroppedError("template_refused", f"the chat template refuses {messages[0]['role']!r}: {error}") from error
     return list(encoded["input_ids"])
-
-
-def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[int]:
-    """Return ``render``, or more than ``limit`` tokens of the beginning: rendering all of 10 MB takes a minute."""
-    length = sum(len(message["content"]) for message in messages)
-    part = 16 * (limit + SPARE_TOKENS)  # characters
-    while part < length:
-        ids = render(tokenizer, _beginning(messages, part))
-        if len(ids) > limit + SPARE_TOKENS:
-            return ids
-        part *= 4
-    return render(tokenizer, messages)
-
-
-def _beginning(messages: list[Message], characters: int) -> list[Message]:
-    """Return the first ``characters`` of the messages; each keeps one, because templates refuse empty turns."""
-    found = []
-    for message in messages:
-        found.append(message | {"content": message["content"][: max(characters, 1)]})
-        characters -= len(message["content"])
-    return found

@@ -15,12 +15,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.dialogues.json_records import Unreadable, read_records
+from data_prep.dialogues.json_records import read_records
 from data_prep.dialogues.reader import DATASET_SUFFIXES, dataset_records
-from drafters.common.files import read_text
-from drafters.common.wording import shortened
+from drafters.common.wording import read_text, shortened
 from drafters.config import Amount, Config, Length, load_config
-from eval.prompts.files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_record, question_key, questions
+from eval.prompts.files import QUESTION_KEYS, Record, first_record, question_key, questions, turns_under
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
 Metric = Literal["number", "humaneval", "mbpp", "rouge", "bleu"]
@@ -70,10 +69,6 @@ class Suite(Config):
     def _check(self) -> Self:
         if self.file is None and self.hub is None:
             raise ValueError("it has neither file nor hub: give one of them as the source of prompts")
-        if ":" in (self.hub or "") and {"subset", "split"} & self.model_fields_set:
-            raise ValueError(f"hub is {self.hub}: name configuration and split there, or as subset and split")
-        if self.url is not None and self.file is None:
-            raise ValueError("url is the address of a file, and file is missing: give its name")
         needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
         if needing and self.reference is None:
             raise ValueError(f"metric {min(needing)} compares answers with reference, which is missing")
@@ -127,23 +122,26 @@ def _is_run(path: Path) -> bool:
     return any(line.startswith("drafters:") for line in read_text(path).splitlines())
 
 
+def _place(suite: Suite, data: Path) -> Path | None:
+    """Return the suite's file or folder; None: the Hub's dataset is read instead."""
+    if suite.file is None or (suite.hub is not None and not (data / suite.file).exists()):
+        return None
+    return data / suite.file
+
+
 def local_files(name: str, data: Path) -> list[Path]:
     """Return the suite's YAML file and its local data files."""
-    suite = load_suite(name)
-    here = data / suite.file if suite.file is not None else None
-    if here is None or not here.exists():
-        return [suite_path(name)]
-    return [suite_path(name), *([here] if here.is_file() else _files_in(here))]
+    here = _place(load_suite(name), data)
+    return [suite_path(name), *(_files_in(here) if here is not None else [])]
 
 
 def source(name: str, data: Path) -> str:
     """Return the source of a suite's prompts, for messages and reports."""
     suite = load_suite(name)
-    if suite.file is not None and (data / suite.file).exists() or suite.hub is None:
-        return str(data / (suite.file or ""))
-    if ":" in suite.hub:
-        return suite.hub
-    return f"{suite.hub} ({', '.join(filter(None, (suite.subset, suite.split)))})"
+    if (here := _place(suite, data)) is not None:
+        return str(here)
+    parts = filter(None, (suite.subset, suite.split))
+    return str(suite.hub) if ":" in str(suite.hub) else f"{suite.hub} ({', '.join(parts)})"
 
 
 def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> list[Record]:
@@ -151,14 +149,14 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
     skipped = Counter() if skipped is None else skipped
     suite = load_suite(name)
     read = list(_numbered(name, suite, data))
-    kept = [(number, record) for number, record in read if suite.ids is None or _within(record, suite)]
+    kept = [(number, record) for number, record in read if _within(record, suite)]
     before = skipped.copy()
-    if suite.prompt is not None:
-        found = list(_from_template(suite, kept, skipped))
-    else:
+    turns, missing = functools.partial(_from_template, template=suite.prompt or ""), "missing_field"
+    if suite.prompt is None:
         keys = (question_key(record) for _, record in kept if isinstance(record, dict))
         key = next(filter(None, keys), next(iter(QUESTION_KEYS)))
-        found = list(questions(kept, key, skipped, suite.id))
+        turns, missing = functools.partial(turns_under, key=key), f"no_{key}"
+    found = list(questions(kept, turns, missing, skipped, suite.id))
     if not found:
         why = dict(skipped - before)
         first = shortened(first_record(read), 60)
@@ -176,6 +174,11 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
     placed = [_placed(record, name, suite) for record in found]
     _check_judged(placed, name, suite)
     return placed
+
+
+def _from_template(record: dict[str, Any], template: str) -> list[str]:
+    text = filled(template, record)
+    return [] if text is None else [text]
 
 
 def _check_judged(records: list[Record], name: str, suite: Suite) -> None:
@@ -201,21 +204,21 @@ def _placed(record: Record, name: str, suite: Suite) -> Record:
 
 
 def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
-    here = data / suite.file if suite.file is not None else None
-    if here is None or (not here.exists() and suite.hub is not None):
+    here = _place(suite, data)
+    fetch = f"curl --create-dirs -Lo {shlex.quote(str(data / (suite.file or '')))} {suite.url}"
+    if here is None:
         try:
-            hub = suite.hub if ":" in (suite.hub or "") else f"{suite.hub}:{suite.split}"
-            found = dataset_records(str(hub), suite.subset)
+            hub = str(suite.hub) if ":" in str(suite.hub) else f"{suite.hub}:{suite.split}"
+            found = dataset_records(hub, suite.subset)
         except ValueError as error:
-            fetch = "" if here is None else f"; or fetch its file: {_fetch(here, suite)}"
-            raise ValueError(f"suite {name}: {error}{fetch}") from error
+            raise ValueError(f"suite {name}: {error}{f'; or fetch its file: {fetch}' if suite.url else ''}") from error
         yield from enumerate(found, start=1)
         return
-    files = [here] if here.is_file() else _files_in(here)
+    files = _files_in(here)
     if not files:
-        fetch = f"; {_fetch(here, suite)} fetches it" if suite.url else ""
+        fetched = f"; {fetch} fetches it" if suite.url else ""
         hint = f"or prompts.data=FOLDER names the folder of {suite.file}"
-        raise ValueError(f"suite {name}: there is nothing at {here}{fetch}, {hint}")
+        raise ValueError(f"suite {name}: there is nothing at {here}{fetched}, {hint}")
     if any(file.name.endswith(DATASET_SUFFIXES) for file in files):
         yield from enumerate(dataset_records(f"{here}:{suite.split}"), start=1)
         return
@@ -223,38 +226,18 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
         yield from read_records(file)
 
 
-def _fetch(file: Path, suite: Suite) -> str:
-    return f"curl --create-dirs -Lo {shlex.quote(str(file))} {suite.url}"
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return the JSON lines files of a folder, else those that `datasets` reads."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _files_in(place: Path) -> list[Path]:
+    """Return a file, or the JSON lines files of a folder, else those that `datasets` reads; [] if it is missing."""
+    if place.is_file():
+        return [place]
+    files = sorted(path for path in place.rglob("*") if path.is_file())
     lines = [path for path in files if path.name.endswith((".jsonl", ".jsonl.gz", ".json"))]
     return lines or [path for path in files if path.name.endswith(DATASET_SUFFIXES)]
 
 
 def _within(record: Any, suite: Suite) -> bool:
-    assert suite.ids is not None
     number = record.get(suite.id or "task_id") if isinstance(record, dict) else None
-    return not isinstance(number, int) or suite.ids[0] <= number <= suite.ids[1]
-
-
-def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
-    assert suite.prompt is not None
-    for number, record in records:
-        if not isinstance(record, dict):
-            skipped[record.reason if isinstance(record, Unreadable) else "not_an_object"] += 1
-            continue
-        text = filled(suite.prompt, record)
-        if text is None:
-            skipped["missing_field"] += 1
-        elif not text.strip():
-            skipped["empty_prompt"] += 1
-        elif PLACEHOLDER in text:
-            skipped["placeholder"] += 1
-        else:
-            yield asked(record, [text], number, suite.id)
+    return suite.ids is None or not isinstance(number, int) or suite.ids[0] <= number <= suite.ids[1]
 
 
 def filled(template: str, fields: dict[str, Any]) -> str | None:

@@ -7,12 +7,7 @@ from typing import Any
 
 from eval.figures.metrics import typical_pair, typical_run
 from eval.measure.runner import Run
-
-Line = dict[str, Any]
-PLACE = ("drafter", "temperature", "batch", "prompt", "prompt_tokens")
-# Of the round with the median time per token; then of the round with the median speedup, the method's and plain
-# decoding's. Empty if unknown: stock generate reports no forwards.
-COLUMNS = ("tokens", "seconds", "forwards", "pair_tokens", "pair_seconds", "plain_tokens", "plain_seconds")
+from eval.report.pairs import COLUMNS, PLACE, Line
 
 
 def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
@@ -52,19 +47,6 @@ def as_csv(lines: Sequence[Line]) -> str:
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-def from_csv(text: str) -> list[Line]:
-    """Return the lines of ``by_prompt`` from CSV; ValueError if it has another head."""
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    if (head := reader.fieldnames) is None or list(head) != [*PLACE, *COLUMNS]:
-        raise ValueError(f"its head is {head}, not {[*PLACE, *COLUMNS]}")
-    found = []
-    for line in reader:
-        place: Line = {"drafter": line["drafter"], "temperature": float(line["temperature"])}
-        place |= {"batch": int(line["batch"]), "prompt": line["prompt"], "prompt_tokens": int(line["prompt_tokens"])}
-        found.append(place | {name: float(line[name]) if line[name] else None for name in COLUMNS})
-    return found
 
 
 def flat(rows: Sequence[Line]) -> list[Line]:

@@ -5,22 +5,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-
-from drafters.common.files import replacing  # noqa: E402
-from eval.report.tables import Row, kind, setting_of, shown_name  # noqa: E402
-from eval.report.texts import visible  # noqa: E402
+from drafters.common.files import replacing
+from eval.report.tables import Row, kind, setting_of, shown_name
+from eval.report.texts import visible
 
 COLORS = {"own": "#3b6ea8", "lossy": "#c98a2b", "plain": "#9aa3ad", "other": "#5b8c6a"}
 PARTS = {"draft": "#3b6ea8", "verify": "#9aa3ad", "other": "#c98a2b"}  # of a step's time
 LONGEST_LABEL = 60  # characters
-plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False})
+rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False})
 Line = tuple[str, list[tuple[float, float]]]  # a name and its points
 
 
@@ -38,17 +35,15 @@ def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tu
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, replacing a file at once, and release it."""
+    """Write a figure as PNG, replacing a file at once."""
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)
 
 
 def svg(figure: Figure) -> str:
-    """Return a figure as SVG for an HTML page, and release it."""
+    """Return a figure as SVG for an HTML page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
     drawn = re.sub(r'<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"', "", text.getvalue(), flags=re.S)
     return drawn[drawn.index("<svg") :]
 
@@ -59,7 +54,8 @@ def speedups(report: dict[str, Any]) -> Figure:
     height = 1.9 + 0.42 * max(len(rows) for _, _, rows in groups)
     across = len({baseline["temperature"] for _, baseline, _ in groups})
     down = len(groups) // across
-    figure, panels = plt.subplots(down, across, figsize=(6.4 * across, height * down), squeeze=False)
+    figure = Figure(figsize=(6.4 * across, height * down))
+    panels = figure.subplots(down, across, squeeze=False)
     widest = max([1.0, *(end for row in report["rows"] for end in (row["speedup"] or 0.0, *(row["speedup_ci"] or ())))])
     for panel, (title, baseline, rows) in zip(panels.T.flat, groups, strict=True):
         panel.set_title(title, fontsize=10)
@@ -162,7 +158,8 @@ def step_times(rows: list[Row]) -> Figure | None:
     told = [row for row in rows if row["draft_ms"] is not None and row["verify_ms"] is not None]
     if not told:
         return None
-    figure, panel = plt.subplots(figsize=(7.2, 0.8 + 0.35 * len(told)))
+    figure = Figure(figsize=(7.2, 0.8 + 0.35 * len(told)))
+    panel = figure.subplots()
     left = [0.0] * len(told)
     for part, color in PARTS.items():
         widths = [row[f"{part}_ms"] or 0.0 for row in told]
@@ -179,7 +176,8 @@ def step_times(rows: list[Row]) -> Figure | None:
 
 
 def _panel(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure, panel = plt.subplots(figsize=(7.2, 4.0))
+    figure = Figure(figsize=(7.2, 4.0))
+    panel = figure.subplots()
     panel.set_xlabel(x_label, fontsize=9)
     panel.set_ylabel(y_label, fontsize=9)
     panel.grid(alpha=0.3)

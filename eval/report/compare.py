@@ -10,9 +10,7 @@ from rich.console import Console
 from drafters.common.wording import shortened
 from eval.configs import BASELINE
 from eval.figures.paired import Figure, change, holm
-from eval.measure.journal import run_from_line
-from eval.report.by_prompt import Line, by_prompt, from_csv
-from eval.report.pairs import JOURNAL, MACHINE, PROMPTS, Read, differences
+from eval.report.pairs import MACHINE, Line, Read, differences
 from eval.report.tables import run_again, say, table, write_page
 
 Key = tuple[str, float, int]  # method, temperature, batch size
@@ -53,7 +51,7 @@ def compare_and_write(a: Read, b: Read, names: list[str], out: Path, argv: list[
 def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
     """Return compare.json: every figure of every method that both reports have, on the prompts that both measured."""
     differ = differences(a[0], b[0])
-    runs = [_by_key(*given) for given in zip((a, b), names, strict=True)]
+    runs = [_by_key(lines) for _, lines in (a, b)]
     plain = [_plain(report) for report, _ in (a, b)]
     left_out = ["tokens/s"] if differ.keys() & set(MACHINE) else []
     rows: list[dict[str, Any]] = []
@@ -94,20 +92,8 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _by_key(read: Read, name: str) -> dict[Key, dict[Unit, Line]]:
-    """Return every method's line of every prompt; ValueError if the file has another form."""
-    report, given = read
-    try:
-        if isinstance(given, str):
-            lines = from_csv(given)
-        else:
-            runs = ((line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in given)
-            lines = by_prompt(runs, _plain(report))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        file = PROMPTS if isinstance(given, str) else JOURNAL
-        raise ValueError(
-            f"{name}: {file} is not what python -m eval.speed writes ({type(error).__name__}: {error})"
-        ) from None
+def _by_key(lines: list[Line]) -> dict[Key, dict[Unit, Line]]:
+    """Return every method's line of every prompt."""
     found: dict[Key, dict[Unit, Line]] = {}
     for line in lines:
         units = found.setdefault((line["drafter"], line["temperature"], line["batch"]), {})

@@ -1,9 +1,8 @@
-"""``report.html``: one file without network access, with the tables of ``report.md``, charts and the outputs as text.
+"""``report.html``: one file without network access: charts, the page of ``report.md``, and the outputs as text.
 
 jinja2 escapes every value; before, ``visible`` writes out invisible characters.
 """
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from markupsafe import Markup
 
 from eval.measure.runner import Run
 from eval.report import charts
-from eval.report.page import explanation, setting
-from eval.report.remarks import statements, warnings
-from eval.report.sections import COLUMNS, columns_of, sections
-from eval.report.tables import kind, number, setting_of, shown_name
+from eval.report.page import markdown
+from eval.report.remarks import warnings
+from eval.report.tables import kind, number, shown_name, speedup_with_interval
 from eval.report.texts import page_data, visible
 
 Report = dict[str, Any]
@@ -30,26 +28,15 @@ def html(report: Report, texts: dict[str, Any], runs: list[Run]) -> str:
         texts: prompts and outputs, see ``eval.report.texts``. runs: their steps colour the outputs.
     """
     facts = report["environment"]
-    shown = [name for name in columns_of(report) if name != "drafter"]
     return render(
         "report.html",
         title=f"Speed of drafters: {Path(facts['target']['name']).name}",
         sentences=what_it_buys(report),
         warnings=warnings(report),
-        statements=statements(report),
-        setting=[line.removeprefix("- ") for line in setting(report)],
         charts=[(title, Markup(charts.svg(figure))) for title, figure in _figures(report) if figure is not None],
-        columns=shown,
-        rows=[
-            {"name": shown_name(row), "kind": kind(row), "cells": [COLUMNS[name](row) for name in shown]}
-            for row in report["rows"]
-        ],
-        failures=[f"{shown_name(row)} failed ({setting_of(row)})" for row in report["failures"]],
-        sections=[(section, markdown(section.about)) for section in sections(report)],
-        definitions=markdown(explanation(report)),
+        body=as_html(markdown(report)),
         texts=page_data(report["rows"], texts, runs),
         facts=facts,
-        command=shlex.join(facts["argv"]),
         config=yaml.safe_dump(facts["config"], sort_keys=False, allow_unicode=True, width=100),
     )
 
@@ -76,9 +63,12 @@ def _finalize(value: Any) -> Any:
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def markdown(text: str) -> Markup:
-    """Return our Markdown as HTML; HTML in it is escaped."""
-    return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(visible(text)))
+def as_html(page: str) -> Markup:
+    """Return a Markdown page of ours, without its title, with tables that a click sorts; HTML in it is escaped."""
+    _, _, text = page.partition("\n")
+    made = MarkdownIt("commonmark", {"html": False}).enable("table").render(visible(text))
+    made = made.replace("<table>", '<div class="scroll"><table class="sortable">')
+    return Markup(made.replace("</table>", "</table></div>"))
 
 
 def what_it_buys(report: Report) -> list[str]:
@@ -86,24 +76,14 @@ def what_it_buys(report: Report) -> list[str]:
     facts, found = report["environment"], []
     place = f"{Path(facts['target']['name']).name} in {facts['quantize'] or facts['dtype']}"
     for at, baseline, rows in charts.at_settings(report):
-        at = at.capitalize() if baseline["temperature"] == 0 else f"Sampled at {at}"
         here = [row for row in rows if kind(row) == "own" and row["speedup"] is not None]
         if not here:
-            found.append(f"{at}: no lossless method was measured beside plain decoding.")
+            found.append(f"{at.capitalize()}: no lossless method was measured beside plain decoding.")
             continue
         best = max(here, key=lambda row: row["speedup"])
-        interval = best["speedup_ci"]
-        shown = f" (95% interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-        if best["speedup"] <= 1:
-            found.append(
-                f"{at}, no lossless method is faster than plain decoding of {place}: the fastest, {shown_name(best)}, "
-                f"makes {best['speedup']:.2f} times its tokens{shown}."
-            )
-            continue
-        doubt = ", which noise may explain" if interval and interval[0] <= 1 else ""
+        speeds = [number(row["tokens_per_second"], 1) for row in (best, baseline)]
         found.append(
-            f"{at}, {shown_name(best)} makes {best['speedup']:.2f} times the tokens of plain decoding{shown}{doubt}: "
-            f"{number(best['tokens_per_second'], 1)} instead of {number(baseline['tokens_per_second'], 1)} tokens/s "
-            f"from {place}."
+            f"{at.capitalize()}: the fastest lossless method, {shown_name(best)}, has a speedup of "
+            f"{speedup_with_interval(best)}: {' instead of '.join(speeds)} tokens/s from {place}."
         )
     return found

@@ -9,12 +9,12 @@ from typing import Any
 
 from drafters import TargetModel
 from drafters.model.draft_head import TextTokens
-from eval.figures import divergence
+from eval.figures.divergence import exactness
 from eval.figures.metrics import typical_run
 from eval.figures.scores import Scores
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
-from eval.report.rows import Described, Rounds, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
+from eval.report.rows import Described, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
 
 
 def judge(
@@ -48,20 +48,11 @@ def judge(
             figures["accuracy"] = marks
         if temperature == 0:
             plain = typical[temperature, smallest, baseline_label]  # the batch size must not change an output
-            figures |= _exactness(outputs_by_prompt(rounds), plain, [prompt.id for prompt in prompts], scores)
+            figures |= exactness(outputs_by_prompt(rounds), plain, [prompt.id for prompt in prompts], scores)
         else:
             figures["exact_match"] = None
         found.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
     return found
-
-
-def _exactness(rounds: Rounds, plain: list[Run], names: list[str], scores: Scores) -> dict[str, Any]:
-    row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
-    try:
-        found = divergence.find_divergences(scores, [run.tokens for run in plain], names, rounds)
-    except Exception as error:  # for example out of memory: the measurements are more important
-        return row | {"divergences": divergence.unavailable(rounds, plain, error)}
-    return row | {"divergences": divergence.summary(found, len(names))}
 
 
 def add_coverage(

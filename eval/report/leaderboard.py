@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 from rich.console import Console
 
 from drafters.common.files import replace_text
 from drafters.hub.reports import CERTIFICATE, REPORT, Certificate, read
 from eval.entries import CHECKPOINTS, DRAFT_MODELS, named_in
-from eval.report.html import markdown, render
+from eval.report.html import as_html, render
 from eval.report.tables import kind, length_of_answers, number, shown_name, speedup_with_interval, table
 
 PAGE, HTML, NAMES = "leaderboard.md", "leaderboard.html", "targets.yaml"
@@ -69,14 +68,10 @@ def collect(results: Path, out: Path) -> Found:
 
 def _names(results: Path) -> dict[str, str]:
     """Return the targets' names by fingerprint."""
-    file = results / NAMES
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for pair in found.items() for name in pair):
-        raise ValueError(f"{file} is no mapping of targets' fingerprints to their names")
-    return found
+    if not (results / NAMES).is_file():
+        return {}
+    with (results / NAMES).open(encoding="utf-8") as file:
+        return dict(yaml.safe_load(file) or {})
 
 
 def _target(facts: Found, names: dict[str, str]) -> str:
@@ -181,23 +176,17 @@ def by_target(found: Found) -> dict[str, list[Found]]:
 def page(found: Found) -> str:
     """Return ``leaderboard.md``."""
     lines = ["# Leaderboard", "", ABOUT, "## The fastest lossless method of every table", ""]
-    lines += [*table(BEST, [[_cell(cell) for cell in row] for row in best(found)], texts=4), ""]
+    lines += [*table(BEST, best(found), texts=4), ""]
     for target, tables in by_target(found).items():
         lines += [f"## {target}", ""]
         for one in tables:
-            rows = [[_cell(cell) for cell in [row["name"], *row["cells"]]] for row in one["rows"]]
+            rows = [[row["name"], *row["cells"]] for row in one["rows"]]
             lines += [f"### {title(one)}", "", f"{about(one)}; [report]({_address(one['link'])})", ""]
             lines += [*table(HEAD, rows, texts=4), ""]
     if found["certificates"]:
-        rows = [
-            [f"[{_cell(one['cells'][0])}]({_address(one['link'])})", *one["cells"][1:]] for one in found["certificates"]
-        ]
-        lines += [
-            "## Certificates of losslessness",
-            "",
-            "`python -m eval.lossless` writes them ([how](losslessness.md)).",
-            "",
-        ]
+        rows = [[f"[{one['cells'][0]}]({_address(one['link'])})", *one["cells"][1:]] for one in found["certificates"]]
+        how = "`python -m eval.lossless` writes them ([how](losslessness.md))."
+        lines += ["## Certificates of losslessness", "", how, ""]
         lines += [*table(CERTIFIED, rows, texts=3), ""]
     return "\n".join([*lines, "## To add an entry", "", ADD])
 
@@ -212,17 +201,10 @@ def best(found: Found) -> list[list[str]]:
     return lines
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
 def _address(link: str) -> str:
     return link.replace(" ", "%20").replace("(", "%28").replace(")", "%29")
 
 
 def html(found: Found) -> str:
     """Return ``leaderboard.html``: the Markdown page with tables that a click sorts."""
-    body = markdown(page(found).removeprefix("# Leaderboard\n"))
-    body = body.replace("<table>", Markup('<div class="scroll"><table class="sortable">'))
-    body = body.replace("</table>", Markup("</table></div>"))
-    return render("leaderboard.html", title="Leaderboard of drafters", body=body)
+    return render("leaderboard.html", title="Leaderboard of drafters", body=as_html(page(found)))

@@ -1,7 +1,7 @@
 """Read two reports and find the settings that differ; without torch."""
 
-import json
-from collections.abc import Callable
+import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,38 +9,45 @@ from drafters.common.wording import shortened
 from drafters.hub import reports
 from drafters.hub.reports import REPORT
 
-PROMPTS, JOURNAL = "prompts.csv", "measurements.jsonl"
+PROMPTS = "prompts.csv"
+PLACE = ("drafter", "temperature", "batch", "prompt", "prompt_tokens")
+# Of the round with the median time per token; then of the round with the median speedup, the method's and plain
+# decoding's. Empty if unknown: stock generate reports no forwards.
+COLUMNS = ("tokens", "seconds", "forwards", "pair_tokens", "pair_seconds", "plain_tokens", "plain_seconds")
 # If these differ, the two reports are of different texts, and no figure can be compared.
 SAME_TEXTS = ("target", "max_new_tokens", "ignore_eos", "top_k", "top_p")
-Read = tuple[dict[str, Any], str | list[dict[str, Any]]]  # a report; its table of prompts, or its journal's runs
 MACHINE = ("cpu", "cpu_cores", "gpu", "threads", "device", "host")
+Line = dict[str, Any]  # a method's figures of a prompt, or of a batch of prompts
+Read = tuple[dict[str, Any], list[Line]]  # a report, and its table of prompts
 
 
 def read(folder: Path) -> Read:
-    """Return the report of a folder, and its table of prompts as text or, without one, the journal's runs."""
+    """Return the report of a folder and its table of prompts."""
     folder = folder.parent if folder.name == REPORT else folder
-    _check_there(folder / REPORT)
+    for file in (folder / REPORT, folder / PROMPTS):
+        if not file.is_file():
+            raise ValueError(
+                f"there is no {file}; give the folders of two reports, with {REPORT} and {PROMPTS} as "
+                "python -m eval.speed writes them"
+            )
     report = reports.read(folder / REPORT)
-    if (folder / PROMPTS).is_file():
-        return report, _parsed(folder / PROMPTS, str)
-    lines = _parsed(folder / JOURNAL, lambda text: [json.loads(line) for line in text.splitlines()])
-    return report, [one for one in lines if isinstance(one, dict) and "method" in one and "failure" not in one]
-
-
-def _check_there(file: Path) -> None:
-    if not file.is_file():
-        raise ValueError(
-            f"there is no {file}; give the folders of two reports, with {REPORT} and {PROMPTS} (or {JOURNAL}) as "
-            "python -m eval.speed writes them"
-        )
-
-
-def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
-    _check_there(file)
     try:
-        return parse(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not what eval.speed writes: {error}") from None
+        return report, from_csv((folder / PROMPTS).read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / PROMPTS} is not what eval.speed writes: {error}") from None
+
+
+def from_csv(text: str) -> list[Line]:
+    """Return the lines of ``eval.report.by_prompt``; ValueError if the table has another head."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if (head := reader.fieldnames) is None or list(head) != [*PLACE, *COLUMNS]:
+        raise ValueError(f"its head is {head}, not {[*PLACE, *COLUMNS]}")
+    kinds = {"temperature": float, "batch": int, "prompt_tokens": int} | dict.fromkeys(COLUMNS, _number)
+    return [{name: kinds.get(name, str)(value) for name, value in line.items()} for line in reader]
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def settings(report: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from itertools import chain
 from typing import Any
 
 from eval.entries import STOCK
-from eval.figures import divergence, metrics
+from eval.figures import metrics
+from eval.figures.divergence import differing
 from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
 from eval.measure.runner import Run
 from eval.prompts.files import Record
@@ -163,7 +164,7 @@ def failures(runs: list[Run], described: Described, prompts: list[Prompt]) -> li
 def _baseline(temperature: float, batch: int, plain: Rounds, stock: Rounds | None) -> dict[str, Any]:
     typical = [typical_run(rounds) for rounds in plain]
     outputs = outputs_of(typical)
-    exact = divergence.exact_share(outputs_by_prompt(stock), outputs) if stock and temperature == 0 else None
+    exact = 1 - len(differing(outputs_by_prompt(stock), outputs)) / len(outputs) if stock else None
     return {
         "temperature": temperature,
         "batch": batch,
@@ -172,7 +173,7 @@ def _baseline(temperature: float, batch: int, plain: Rounds, stock: Rounds | Non
         "stock_generate_tokens_per_second": metrics.tokens_per_second([typical_run(each) for each in stock or ()]),
         "over_stock_generate": paired_speedup(plain, stock).speedup if stock else None,
         "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"] if stock else None,
-        "stock_generate_exact_match": exact,
+        "stock_generate_exact_match": exact if stock and temperature == 0 else None,
     }
 
 

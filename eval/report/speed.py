@@ -1,14 +1,13 @@
 """From a speed config, or its journal, to a report: measure, judge the outputs, write all files."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from data_prep.common.ranks import Rank
-from drafters.cli.program import Failure, keeping
+from data_prep.store.lock import folder_lock
+from drafters.cli.program import keeping
 from drafters.common.files import replace_json, replace_text
 from drafters.hub.reports import REPORT, read
 from drafters.loop.state import until
@@ -20,7 +19,7 @@ from eval.measure.engines import Engines
 from eval.measure.journal import END, RunJournal, read_runs
 from eval.measure.models import ALONE, Models, answer_ends, chat_of
 from eval.measure.runner import Run
-from eval.measure.speed import Session, conditions_of, measure_all, open_session
+from eval.measure.speed import Session, conditions_of, measure_all
 from eval.prompts.files import files_sha256
 from eval.report.by_prompt import as_csv, flat, in_report
 from eval.report.charts import save, speedups
@@ -34,10 +33,6 @@ from eval.report.texts import make_texts
 
 PAGE, PICTURE, HTML = "report.md", "speedup.png", "report.html"
 TABLE, PROMPTS = "report.csv", "prompts.csv"
-
-
-class PictureError(Failure):
-    """The picture could not be drawn; the rest of the report is complete."""
 
 
 def measure_and_report(
@@ -59,9 +54,8 @@ def measure_and_report(
         ValueError: something configured is missing or does not fit; raised before anything is measured.
         MeasurementError: a needed method failed.
         OSError: a file could not be written.
-        PictureError: only a picture or page is missing.
     """
-    session = open_session(config, argv, console, models, engines, rank)
+    session = Session(config, argv, models, engines, rank)
     session.facts["divergence_tolerance"] = tolerance_note(session.models.target)
     if shortage := shortage_line(session.prompts.describe()):
         say(console, shortage, "bold red")
@@ -70,7 +64,7 @@ def measure_and_report(
         for note in journal.notes:
             say(console, note)
         measure_all(session, journal, rank)
-        with journal.alone():
+        with folder_lock(config.out):
             if journal.gather():
                 return _finish(session, journal, console)
             told = f"{len(journal.runs):,} runs, this process's share, are measured; the last process writes the report"
@@ -141,16 +135,6 @@ def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
     return report if same else None
 
 
-def measure_once(
-    config: SpeedConfig, argv: list[str], console: Console, models: Models
-) -> tuple[dict[str, Any], PictureError | None]:
-    """Measure one value of a sweep or search; return the report, and the error if its picture could not be drawn."""
-    try:
-        return measure_and_report(config, argv, console, models), None
-    except PictureError as error:
-        return read(config.out), error
-
-
 def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None = None) -> None:
     """Write report.json (strict JSON: a NaN is an error), give the journal its final name, and write report.md.
 
@@ -161,7 +145,7 @@ def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None =
         journal.finish()
     for name in (PICTURE, HTML, TABLE, PROMPTS):
         (out / name).unlink(missing_ok=True)
-    replace_text(out / PAGE, markdown(report, Path(PICTURE)))
+    replace_text(out / PAGE, markdown(report, PICTURE))
 
 
 def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], out: Path, console: Console) -> None:
@@ -172,19 +156,6 @@ def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], ou
     """
     replace_text(out / TABLE, as_csv(flat(report["rows"])))
     replace_text(out / PROMPTS, as_csv(in_report(end, runs)))
-    with drawing(out / REPORT, out / PAGE, HTML):
-        replace_text(out / HTML, html(report, end["texts"], runs))
-    with drawing(out / REPORT, out / PAGE):
-        save(speedups(report), out / PICTURE)
+    replace_text(out / HTML, html(report, end["texts"], runs))
+    save(speedups(report), out / PICTURE)
     say(console, ", ".join(str(out / name) for name in (HTML, PAGE, REPORT, PICTURE, TABLE, PROMPTS)))
-
-
-@contextlib.contextmanager
-def drawing(data: Path, page: Path, what: str = "the picture") -> Iterator[None]:
-    """Turn any error while ``what`` is drawn into a PictureError that says the other files are complete."""
-    try:
-        yield
-    except Exception as error:
-        raise PictureError(
-            f"{what} could not be drawn ({type(error).__name__}: {error}); {data} and {page} are complete"
-        ) from error

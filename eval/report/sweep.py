@@ -12,10 +12,10 @@ from drafters.common.files import replace_json, replace_text
 from eval.configs import SweepConfig, folder_name
 from eval.measure.lineup import check_options
 from eval.measure.models import Models, load_models
-from eval.report.charts import Axes, plt, save
+from eval.report.charts import Axes, Figure, save
 from eval.report.page import setting
 from eval.report.remarks import warnings
-from eval.report.speed import drawing, finished_report, measure_once
+from eval.report.speed import finished_report, measure_and_report
 from eval.report.tables import Row, number, run_again, say, shown_name, speedup_with_interval, table
 
 DATA, PAGE, PICTURE = "sweep.json", "sweep.md", "sweep.png"
@@ -34,7 +34,7 @@ def sweep(config: SweepConfig, argv: list[str], console: Console) -> dict[str, A
         check_options(one.entries)
     reports: list[dict[str, Any]] = []
     models: Models | None = None
-    loaded, missing = None, None
+    loaded = None
     for place, one in enumerate(configs, start=1):
         console.rule(f"{folder_name(key, values[place - 1])} ({place} of {len(values)})")
         report = finished_report(one)
@@ -42,19 +42,15 @@ def sweep(config: SweepConfig, argv: list[str], console: Console) -> dict[str, A
             if models is None or loaded != one.target:
                 models = None  # freed before the next one is loaded
                 models, loaded = load_models(one.target), one.target
-            report, error = measure_once(one, argv, console, models)
-            missing = error or missing
+            report = measure_and_report(one, argv, console, models)
         else:
             say(console, f"measured before, {report['environment']['date']}: kept")
         reports.append(report)
         found = summarise(key, values[:place], [one.out.name for one in configs[:place]], reports, argv)
         replace_json(config.out / DATA, found)
         replace_text(config.out / PAGE, markdown(found, reports))
-    with drawing(config.out / DATA, config.out / PAGE):
-        draw(found, config.out / PICTURE)
+    draw(found, config.out / PICTURE)
     say(console, f"{config.out / PAGE}")
-    if missing is not None:
-        raise missing
     return found
 
 
@@ -135,8 +131,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """Draw speed and speedup over the values, with lines between numbers; a row of panels per temperature."""
     lines = series(found)
     temperatures = list(dict.fromkeys(temperature for _, temperature in lines))
-    size = (11, 3.6 * len(temperatures))
-    figure, panels = plt.subplots(len(temperatures), 2, figsize=size, squeeze=False, sharex=True)
+    figure = Figure(figsize=(11, 3.6 * len(temperatures)))
+    panels = figure.subplots(len(temperatures), 2, squeeze=False, sharex=True)
     for pair, temperature in zip(panels, temperatures, strict=True):
         chosen = [rows for (_, at), rows in lines.items() if at == temperature]
         _panels(pair, found, chosen, "" if temperature is None else f"T = {temperature:g}, ")

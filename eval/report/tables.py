@@ -37,7 +37,7 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> list[str]:
     """Return the lines of a Markdown table; the first ``texts`` columns are left-aligned, the others right-aligned."""
     rule = ["---"] * texts + ["---:"] * (len(head) - texts)
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in (head, rule, *rows)]
 
 
 def run_again(argv: list[str]) -> list[str]:

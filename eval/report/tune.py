@@ -13,7 +13,7 @@ from eval.measure.lineup import Lineup, check_options
 from eval.measure.models import Models, load_models
 from eval.measure.runner import MeasurementError
 from eval.report.page import setting
-from eval.report.speed import finished_report, measure_once
+from eval.report.speed import finished_report, measure_and_report
 from eval.report.tables import number, run_again, say, speedup_with_interval, table
 
 BEST, DATA, PAGE, ALL = "best.yaml", "tune.json", "tune.md", "tuned.yaml"
@@ -52,7 +52,7 @@ def tune(config: TuneConfig, argv: list[str], console: Console, models: Models) 
         for knob in config.knobs:
             one = config.stage(len(stages) + 1, knob, chosen)
             console.rule(f"{config.drafters[0].base}: {knob} in {config.knobs[knob]}")
-            report = finished_report(one) or measure_once(one, argv, console, models)[0]
+            report = finished_report(one) or measure_and_report(one, argv, console, models)
             stages.append(summarise(knob, dict(chosen), one, report, config))
             chosen[knob] = stages[-1]["best"]
             found = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}

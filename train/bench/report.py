@@ -177,7 +177,7 @@ def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[s
     ready: dict[str, list[list[Batch]]] = {"ours": [], "plain": []}
     for batch in plan:
         shares = split_evenly(batch, lengths, config.gradient_accumulation)
-        ready["ours"].append([collate(store, share, config.taps, one_row=True) for share in shares])
+        ready["ours"].append([collate(store, share, config.taps) for share in shares])
         ready["plain"].append([pad([(i, store[i]) for i in share]) for share in shares])
     if device.type == "cuda":
         ready = {name: [[each.pin_memory() for each in step] for step in steps] for name, steps in ready.items()}

@@ -37,7 +37,6 @@ class WeightAverage:
         for name, average in self.weights.items():
             average.lerp_(self.module.get_parameter(name).float(), 1 - decay)
 
-    @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
         """Go on from a saved average."""
         for name, average in self.weights.items():
@@ -47,13 +46,8 @@ class WeightAverage:
     def in_place(self) -> Iterator[None]:
         """The module has the averaged weights meanwhile."""
         before = {name: self.module.get_parameter(name).detach().clone() for name in self.weights}
-        self._put(self.weights)
+        self.module.load_state_dict(self.weights, strict=False)
         try:
             yield
         finally:
-            self._put(before)
-
-    @torch.no_grad()
-    def _put(self, weights: dict[str, Tensor]) -> None:
-        for name, value in weights.items():
-            self.module.get_parameter(name).copy_(value)
+            self.module.load_state_dict(before, strict=False)

@@ -189,38 +189,24 @@ class TrainConfig(Config):
         if self.lora is not None and self.lora_base is None:
             raise ValueError("lora needs a trained drafter: set init_from, or leave lora out")
         if self.lora is not None and self.trains_lm_head:  # the loss multiplies with its weights as they are
-            raise ValueError(
-                "lora leaves LM heads as they are, and this trains one of the drafter's own; set one of the two"
-            )
+            raise ValueError("lora leaves LM heads as they are, and this trains the drafter's own; set one of the two")
         if self.lora is not None and self.draft_vocab is not None:
-            raise ValueError(
-                f"draft_vocab is {self.draft_vocab:,}, and with lora that of the drafter in init_from stays; leave one "
-                "of the two out"
-            )
+            raise ValueError(f"draft_vocab is {self.draft_vocab}, and with lora that of init_from stays; leave it out")
         if self.features == "online" and self.data is None:
             raise ValueError("features: online needs dialogues: set data.train and data.heldout, or give a folder")
         if self.features != "online" and self.data is not None:
-            raise ValueError(
-                f"data is only read with features: online, and features is {str(self.features)!r}: set features=online "
-                "or leave data out"
-            )
+            raise ValueError(f"data is only read with features: online, and features is {str(self.features)!r}")
         stage = self.zero_stage
         if self.offload == "optimizer" and stage == 0:
             raise ValueError("offload: optimizer needs zero_stage: 1, 2 or 3 (it is 0); set one, or offload: none")
         if self.offload == "parameters" and stage != 3:
             raise ValueError(f"offload: parameters needs zero_stage: 3 (it is {stage}); set it, or offload: optimizer")
         if self.optimizer == "muon" and (stage == 3 or self.offload != "none"):
-            raise ValueError(
-                f"optimizer: muon needs zero_stage: 0, 1 or 2 and offload: none (they are {stage} and {self.offload}); "
-                "set them, or optimizer: adamw"
-            )
+            raise ValueError("optimizer: muon needs zero_stage: 0, 1 or 2 and offload: none; set optimizer=adamw")
         if self.optimizer == "muon" and self.lora is not None:
             raise ValueError("optimizer: muon is for whole matrices, and lora trains parts; set optimizer=adamw")
         if self.weight_average is not None and stage == 3:
-            raise ValueError(
-                f"weight_average: {self.weight_average} needs zero_stage: 0, 1 or 2 (it is 3, where no rank has whole "
-                "weights); set one, or weight_average: null"
-            )
+            raise ValueError("weight_average needs zero_stage: 0, 1 or 2, where each rank has whole weights (it is 3)")
         return self
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -32,7 +33,7 @@ def start(config: TrainConfig) -> Ranks:
     """Start torch.distributed through DeepSpeed, with the ranks of its launcher or ``srun``, or a single one.
 
     Raises:
-        ValueError: more processes on this machine than GPUs.
+        ValueError: more processes on this machine than GPUs, or MASTER_PORT is taken.
     """
     describe_process(os.environ)
     if torch.accelerator.is_available():
@@ -49,35 +50,23 @@ def start(config: TrainConfig) -> Ranks:
     # No extension of DeepSpeed's is needed. An empty table keeps its CPU backend from compiling a shared-memory
     # all-reduce at the first start (30 s and a C++ compiler); gloo does that instead.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
-    join_ranks(os.environ)
+    timeout = {} if "DEEPSPEED_TIMEOUT" in os.environ else {"timeout": PATIENCE}  # DeepSpeed's default is ten minutes
+    try:
+        deepspeed.init_distributed(verbose=False, **timeout)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"port {os.environ.get('MASTER_PORT')} is taken, perhaps by another training on this machine: start with "
+            "deepspeed --master_port 29501 train/..., or torchrun --master-port 29501 ..."
+        ) from error
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
+    threads = threads_of_rank(os.environ, local_ranks(ranks.count))
     if config.threads:  # also on a GPU: for offloaded optimisers and tau_device: cpu
         fix_threads(config.threads)
     elif threads:
         fit_threads(threads)
     return ranks
-
-
-def join_ranks(environment: Mapping[str, str]) -> None:
-    """Join the process group.
-
-    Raises:
-        ValueError: MASTER_PORT is taken.
-    """
-    import deepspeed
-
-    try:
-        own = None if "DEEPSPEED_TIMEOUT" in environment else PATIENCE  # DeepSpeed's own default is ten minutes
-        deepspeed.init_distributed(verbose=False, **({} if own is None else {"timeout": own}))
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = environment.get("MASTER_PORT")
-        raise ValueError(
-            f"port {port} is taken, perhaps by another training on this machine: start this one with another, "
-            "deepspeed --master_port 29501 train/..., or torchrun --master-port 29501 ..."
-        ) from error
 
 
 def stop() -> None:
@@ -283,14 +272,7 @@ def parameter_groups(module: nn.Module, parts: Sequence[str]) -> list[dict[str, 
 
 def checkpoint_activations(module: nn.Module) -> None:
     """Make ``module`` keep only its inputs for the backward pass, which computes the activations again."""
-    forward = module.forward
-
-    def twice(*arguments: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*arguments, **keywords)
-        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
-
-    module.forward = twice
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:

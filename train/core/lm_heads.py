@@ -1,6 +1,6 @@
 """The LM heads that predictions go through: slicing by ``loss_vocab``, chunks of rows, the loss and the figures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,11 +40,8 @@ class LMHeads:
         if self.ids is None:
             return self.target
         ids = self.ids.to(self.target.weight.device)
-        bias = self.target.bias
-        part = nn.Linear(self.target.in_features, len(ids), bias=bias is not None, device="meta")
+        part = nn.Linear(self.target.in_features, len(ids), bias=False, device="meta")
         part.weight = nn.Parameter(self.target.weight[ids], requires_grad=False)
-        if bias is not None:
-            part.bias = nn.Parameter(bias[ids], requires_grad=False)
         return part
 
     def places(self, tokens: Tensor) -> Tensor:
@@ -82,28 +79,17 @@ class LMHeads:
     def compare(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """sum_x min(p, q), the acceptance rate of sampled drafting (temperature 1), and whether drafter and target rank
         the same token first; ``[S, n]`` each."""
-        overlap, agree = [], []
-        for ours, theirs in self._logits(pairs):
-            overlap.append(torch.minimum(theirs.float().softmax(-1), ours.float().softmax(-1)).sum(-1))
-            agree.append(theirs.argmax(-1) == ours.argmax(-1))
+        overlap, agree, size = [], [], self.rows_at_once(self.target)
+        for number, predicted in enumerate(pairs.predictions):
+            head = self.own[number] if self.own else self.target
+            for some, targets in zip(predicted.split(size), pairs.targets.split(size), strict=True):
+                ours, theirs = head(some), self.target(targets)
+                overlap.append(torch.minimum(theirs.float().softmax(-1), ours.float().softmax(-1)).sum(-1))
+                agree.append(theirs.argmax(-1) == ours.argmax(-1))
         shape = pairs.predictions.shape[:2]
         return torch.cat(overlap).view(shape), torch.cat(agree).view(shape)
-
-    @torch.no_grad()
-    def agreement(self, pairs: Pairs) -> Tensor:
-        """bool ``[S, n]``, the second result of ``compare``."""
-        found = [theirs.argmax(-1) == ours.argmax(-1) for ours, theirs in self._logits(pairs)]
-        return torch.cat(found).view(pairs.predictions.shape[:2])
 
     @torch.no_grad()
     def first_choice(self, features: Tensor) -> Tensor:
         """int64 ``[n]``: the target's most likely token after each of its features ``[n, H]``."""
         return torch.cat([self.target(part).argmax(-1) for part in features.split(self.rows_at_once(self.target))])
-
-    def _logits(self, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits of drafter and target over the whole vocabulary, chunk by chunk, prediction by prediction."""
-        size = self.rows_at_once(self.target)
-        for number, predicted in enumerate(pairs.predictions):
-            head = self.own[number] if self.own else self.target
-            for ours, theirs in zip(predicted.split(size), pairs.targets.split(size), strict=True):
-                yield head(ours), self.target(theirs)

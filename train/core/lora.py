@@ -31,8 +31,7 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
     """
     import peft
 
-    targets: Any = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    pretrained = isinstance(model, PreTrainedModel)
+    targets, pretrained = lora.targets, isinstance(model, PreTrainedModel)
     if targets == "all-linear" and not pretrained:
         targets = [path for path, part in model.named_modules() if isinstance(part, nn.Linear)]
     given = peft.LoraConfig(

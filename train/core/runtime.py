@@ -59,14 +59,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: int) -> int | None:
+def threads_of_rank(environment: Mapping[str, str], local: int) -> int | None:
     """CPU threads of one of ``local`` ranks on this machine; None: OMP_NUM_THREADS, which torch has read.
 
     torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it, so that 1 is ignored. DeepSpeed's
     launcher sets it only with --bind_cores_to_rank, to the number of the rank's cores.
     """
-    if config.threads:
-        return config.threads
     wish = environment.get("OMP_NUM_THREADS")
     if wish and not (wish == "1" and local > 1 and "TORCHELASTIC_RUN_ID" in environment):
         return None
@@ -75,16 +73,12 @@ def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: 
 
 def check_devices(config: TrainConfig) -> None:
     """Raise ValueError if the config names a device that this machine lacks."""
-    if config.tau_device is None:
-        return
-    wanted, found = torch.device(config.tau_device), ["cpu"]
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    wanted, found = torch.device(config.tau_device or "cpu"), ["cpu"]
+    if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        found += [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
     if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in found:
         raise ValueError(
-            f"tau_device: this machine has no {config.tau_device}, only {', '.join(found)}; set tau_device to one of "
-            "these, or to null for the device that rank 0 trains on"
+            f"tau_device: this machine has no {config.tau_device}, only {', '.join(found)}; set one, or null"
         )
 
 
@@ -112,8 +106,7 @@ def describe_process(environment: MutableMapping[str, str]) -> None:
     if int(tasks) > 1:
         environment.update(_slurm_task(environment, tasks))
         return
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    environment.update(single)
+    environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
 
 
 def free_port() -> str:
@@ -160,7 +153,7 @@ def take_device(environment: MutableMapping[str, str]) -> None:
 
 def rank_device() -> torch.device:
     """The device that this rank trains on."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 

@@ -39,6 +39,11 @@ class Ratio:
     count: Tensor
 
 
+def mean(values: Tensor) -> Ratio:
+    """The mean of all ``values``."""
+    return Ratio(values.sum(), torch.tensor(values.numel(), device=values.device))
+
+
 class Task(ABC):
     """One drafter's training.
 
@@ -54,7 +59,7 @@ class Task(ABC):
         predictions: S, predictions of each trained token.
         passes: forwards of the module in one step.
         earliest: the first token of a dialogue that all S predictions can be about.
-        against_logits: the loss compares with the target's logits, not with the text's tokens.
+        against_logits: the loss compares with the target's logits; else the targets of training are the text's tokens.
         layers_config: the configuration of the module's layers.
         lm_heads: names of weights that are LM heads or embeddings; the module's forward takes no product with them.
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
@@ -129,7 +134,10 @@ class Task(ABC):
         inputs = batch if seed is None else self.with_noise(batch, seed)
         predicted = self.predict(module, inputs)
         several = predicted if predicted.dim() == 4 else predicted[None]
-        return Pairs(several.flatten(1, 2)[:, batch.rows], target_states(batch, self.ahead).flatten(0, 1)[batch.rows])
+        targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
+        if seed is not None and not self.against_logits:
+            targets = self.heads.places(text_tokens(batch, self.ahead).flatten()[batch.rows])
+        return Pairs(several.flatten(1, 2)[:, batch.rows], targets)
 
     def with_noise(self, batch: Batch, seed: int) -> Batch:
         """The batch that the module reads in training instead of ``batch``."""
@@ -155,8 +163,7 @@ class Task(ABC):
         of greedy drafting.
         """
         overlap, agree = self.heads.compare(self.judged(pairs))
-        count = torch.tensor(overlap.shape[1], device=overlap.device)
-        return {"expected_acceptance": Ratio(overlap.sum(), count), "top1_agreement": Ratio(agree.sum(), count)}
+        return {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
 
     # ------------------------------------------------------------------------------------------- around the steps
 

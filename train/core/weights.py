@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.hub.checkpoint import (
     FORMAT_VERSION,
@@ -35,17 +35,13 @@ def init_from(task: Task, checkpoint: str) -> None:
         ValueError: nothing loadable there, another method's drafter, other shapes, or an adapter of an adapter.
     """
     config = task.config
-    if config.lora is None:
-        found, weights = load_head(checkpoint)
-    else:
-        found, weights = load_checkpoint(checkpoint)
-        if "base" in found:
-            raise ValueError(f"init_from: {checkpoint} is an adapter itself, of {found['base']['name']!r}; name that")
-        task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
+    found, weights = (load_head if config.lora is None else load_checkpoint)(checkpoint)
+    if "base" in found:
+        raise ValueError(f"init_from: {checkpoint} is an adapter itself, of {found['base']['name']!r}; name that")
     if found["drafter_type"] != config.drafter:
         raise ValueError(
             f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
-            f"{config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
+            f"{config.drafter!r}; name one of these"
         )
     for key, older in SHAPES:
         theirs, ours = (options.get(key, older) for options in (found["drafter"], task.drafter_config()))
@@ -58,9 +54,10 @@ def init_from(task: Task, checkpoint: str) -> None:
     if config.lora is None:
         load_state(task.drafting_module, weights, source)
         return
+    task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
     if ids is not None and (count := found["drafter"].get("draft_vocab")):
         task.draft_ids = ids[:count]
-    plain = _new_module(task)
+    plain = task.drafter.build_module(task.ends.config, task.drafter_config())
     load_state(plain, weights, source)
     load_base(task.module, plain.state_dict())
 
@@ -92,15 +89,11 @@ def write_checkpoint(task: Task, weights: dict[str, Tensor], target: TargetIdent
     save_checkpoint(task.config.out, whole, config | {"drafter": options})
 
 
-def _new_module(task: Task) -> nn.Module:
-    module: nn.Module = task.drafter.build_module(task.ends.config, task.drafter_config())
-    return module
-
-
 def _adapter(task: Task, weights: dict[str, Tensor]) -> Any:
     """peft's model with copies of ``weights``, around a new module."""
     assert task.config.lora is not None
     with torch.random.fork_rng(devices=[]):
-        model = with_lora(_new_module(task), task.config.lora, task.config.init_from)
+        module = task.drafter.build_module(task.ends.config, task.drafter_config())
+        model = with_lora(module, task.config.lora, task.config.init_from)
     copy_weights(model.get_base_model(), weights)
     return model.eval()

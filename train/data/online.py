@@ -5,7 +5,6 @@ checks. A micro-batch's dialogues go through the target together, packed into ro
 their features stay on the device.
 """
 
-import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -26,13 +25,13 @@ from drafters.model.files import resolve_dtype
 from drafters.model.rows import Rows
 from drafters.model.target import TargetModel
 from train.core.config import OnlineData, TrainConfig
-from train.data.packing import Batch, Span, dialogue_mask, pack
+from train.data.packing import Batch, Span, split_evenly
 
 States = dict[int | None, Tensor]  # by layer, the hidden states after it; None: the features
 
 
 class OnlineFeatures:
-    """One split's dialogues in memory (5 bytes a token), read like a FeatureStore; their features are empty
+    """One split's dialogues in memory (9 bytes a token), read like a FeatureStore; their features are empty
     (``[T, 0]``) until ``complete`` computes them.
 
     Args:
@@ -47,33 +46,22 @@ class OnlineFeatures:
     target: TargetModel
 
     def __init__(self, split: EncodedSplit, header: StoreManifest, batch_tokens: int) -> None:
-        self.ids, self.batch_tokens = split.ids, batch_tokens
-        self.lengths = torch.tensor([len(dialogue.input_ids) for dialogue in split.dialogues])
-        self._starts = [0, *itertools.accumulate(self.lengths.tolist())]
-        self._tokens = torch.cat([torch.from_numpy(one.input_ids).int() for one in split.dialogues])
-        self._mask = torch.cat([torch.from_numpy(one.loss_mask) for one in split.dialogues])
-        self.manifest = header.model_copy(
-            update={
-                "dialogues": len(split.dialogues),
-                "consumed": len(split.dialogues),
-                "tokens": len(self._tokens),
-                "response_tokens": int(self._mask.sum()),
-                "dropped": dict(split.counts.dropped),
-                "changed": dict(split.counts.changed),
-                "complete": True,
-            }
-        )
+        self.split, self.batch_tokens = split, batch_tokens
+        self.lengths = torch.tensor(split.lengths)
+        count, trained = len(split.dialogues), sum(int(one.loss_mask.sum()) for one in split.dialogues)
+        counts = {"dialogues": count, "consumed": count, "tokens": split.tokens, "response_tokens": trained}
+        changes = {"dropped": dict(split.counts.dropped), "changed": dict(split.counts.changed)}
+        self.manifest = header.model_copy(update=counts | changes | {"complete": True})
         self.left_out: set[int] = set()  # dialogues whose features were not finite
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> StoredDialogue:
-        rows = slice(*self._starts[index : index + 2])
-        none = torch.empty(int(self.lengths[index]), 0, dtype=resolve_dtype(self.manifest.dtype))
-        return StoredDialogue(
-            self._tokens[rows].long(), self._mask[rows], none, dict.fromkeys(self.manifest.taps, none)
-        )
+        one, taps = self.split.dialogues[index], self.manifest.taps
+        none = torch.empty(len(one.input_ids), 0, dtype=resolve_dtype(self.manifest.dtype))
+        ids, mask = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask)
+        return StoredDialogue(ids, mask, none, dict.fromkeys(taps, none))
 
     @torch.no_grad()
     def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
@@ -88,8 +76,12 @@ class OnlineFeatures:
         states = {key: torch.zeros(shape, dtype=dtype, device=device) for key in keys}
         # The places of the dialogues; a batch of a rank without work has no spans, and is one dialogue.
         places = batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
-        rows = sorted(([places[index] for index in row] for row in pack([span.length for span in places])), key=len)
-        at_once = max(1, self.batch_tokens // max(span.length for span in places))
+        lengths = [span.length for span in places]
+        shares = split_evenly(list(range(len(places))), lengths, -(-sum(lengths) // max(lengths)))
+        if max(sum(lengths[index] for index in share) for share in shares) > self.batch_tokens:
+            shares = [[index] for index in range(len(places))]
+        rows = sorted(([places[index] for index in share] for share in shares), key=len)
+        at_once = max(1, self.batch_tokens // max(sum(span.length for span in row) for row in rows))
         # Rows of one dialogue apart from the others: they need no mask.
         for alike in ([row for row in rows if len(row) == 1], [row for row in rows if len(row) > 1]):
             for first in range(0, len(alike), at_once):
@@ -100,23 +92,22 @@ class OnlineFeatures:
 
     def _forward(self, batch: Batch, rows: list[list[Span]], states: States) -> None:
         """Run the target on ``rows`` of dialogues, padded on the right, and write the result into ``states``."""
-        target = self.target
-        ids = pad_sequence([torch.cat([_cut(batch.input_ids, span) for span in row]) for row in rows], batch_first=True)
-        taps = tuple(key for key in states if key is not None)
+        target, taps = self.target, tuple(key for key in states if key is not None)
+
+        def packed(values: Tensor, padding: int = 0) -> Tensor:
+            parts = [torch.cat([span.of(values) for span in row]) for row in rows]
+            return pad_sequence(parts, batch_first=True, padding_value=padding).to(target.device)
+
         if any(len(row) > 1 for row in rows):
-            positions = [torch.cat([_cut(batch.position_ids, span) for span in row]) for row in rows]
-            depths = pad_sequence(positions, batch_first=True).to(target.device)
-            numbers = [torch.cat([torch.full((span.length,), i) for i, span in enumerate(row)]) for row in rows]
-            see = dialogue_mask(pad_sequence(numbers, batch_first=True, padding_value=-1).to(target.device))
-            output = target.run(ids.to(target.device), None, Rows(see, depths), taps=taps)
+            see = dialogue_mask(packed(batch.segments, -1))
+            output = target.run(packed(batch.input_ids), None, Rows(see, packed(batch.position_ids)), taps=taps)
         else:
-            output = target.features(ids.to(target.device), taps=taps)
+            output = target.features(packed(batch.input_ids), taps=taps)
         for key, found in [(None, output.features), *output.taps.items()]:
-            for row, members in enumerate(rows):
-                start = 0
-                for span in members:
-                    _cut(states[key], span).copy_(found[row, start : start + span.length])
-                    start += span.length
+            for row, members in zip(found, rows, strict=True):
+                lengths = [span.length for span in members]
+                for span, part in zip(members, row[: sum(lengths)].split(lengths), strict=True):
+                    span.of(states[key]).copy_(part)
 
     def _leave_out(self, batch: Batch, places: list[Span], states: States) -> Tensor:
         """Run every dialogue again in a row of its own, because NaN spreads along a row. Return the loss mask without
@@ -125,23 +116,25 @@ class OnlineFeatures:
         loss_mask = batch.loss_mask.clone()
         for span in places:
             self._forward(batch, [[span]], states)
-            parts = [_cut(each, span) for each in states.values()]
+            parts = [span.of(each) for each in states.values()]
             if all(bool(part.isfinite().all()) for part in parts):
                 continue
             for part in parts:
                 part.zero_()
-            _cut(loss_mask, span).zero_()
+            span.of(loss_mask).zero_()
             if span.dialogue >= 0 and span.dialogue not in self.left_out:
                 self.left_out.add(span.dialogue)
-                name = self.ids[span.dialogue]
+                name = self.split.ids[span.dialogue]
                 text = f"warning: left out, the target's features are NaN or infinite: dialogue {name}"
                 tqdm.write(f"{text} ({len(self.left_out)} of {len(self)} so far)", file=sys.stderr)
         return loss_mask
 
 
-def _cut(values: Tensor, span: Span) -> Tensor:
-    """A view of a dialogue's part ``[T, ...]`` of ``[R, L, ...]``."""
-    return values[span.row, span.start : span.start + span.length]
+def dialogue_mask(segments: Tensor) -> Tensor:
+    """bool ``[R, L, L]`` from segments ``[R, L]``: causal within each dialogue. Padding sees padding: no NaN."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, :, None] == segments[:, None, :]) & causal
 
 
 def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFeatures, OnlineFeatures]:
@@ -171,17 +164,10 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
 
 def as_feature_keys(config: TrainConfig, data: OnlineData) -> FeatureKeys:
     """The keys with which data_prep.features would store these features."""
-    values = {
-        "target": config.target,
-        "revision": config.revision,
-        "dtype": data.target_dtype,
-        "chat_template": data.chat_template,
-        "splits": {"train": data.train, "heldout": data.heldout},
-        "exit_layers": list(config.taps),
-        "max_length": data.max_length,
-        "limit": data.limit,
-    }
-    return validate(FeatureKeys, values, source="data")
+    same = data.model_dump(include={"chat_template", "max_length", "limit"})
+    own = {"target": config.target, "revision": config.revision, "dtype": data.target_dtype}
+    splits = {"train": data.train, "heldout": data.heldout}
+    return validate(FeatureKeys, same | own | {"splits": splits, "exit_layers": list(config.taps)}, source="data")
 
 
 def load_target(config: TrainConfig, device: torch.device) -> TargetModel:

@@ -2,14 +2,14 @@
 
 A global batch is a sample of the epoch's dialogues that nearly fills ``batch_tokens``. It is split over
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on the number
-of ranks. A micro-batch is packed: each dialogue attends only to itself and counts its positions from 0. In training it
-is one row without padding (train/core/attention.py). For held-out chains, which need a mask, rows are as long as the
-longest dialogue and shorter dialogues share a row, which keeps the mask small.
+of ranks. A micro-batch is one row without padding, in which each dialogue attends only to itself
+(train/core/attention.py) and counts its positions from 0.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +47,10 @@ class Span(NamedTuple):
     length: int
     dialogue: int
 
+    def of(self, values: Tensor) -> Tensor:
+        """A view of the dialogue's part ``[T, ...]`` of ``[R, L, ...]``."""
+        return values[self.row, self.start : self.start + self.length]
+
 
 @dataclass
 class Batch:
@@ -79,26 +83,18 @@ class Batch:
 
     def shifted(self, values: Tensor, by: int) -> Tensor:
         """``values[i + by]`` at index i ``[R, L]``; 0 or False if i + by is in another dialogue or outside."""
-        return shift(values, by, self.segments)
+        shifted = torch.roll(values, -by, dims=1)
+        inside = torch.roll(self.segments, -by, dims=1) == self.segments
+        inside[:, max(0, inside.shape[1] - by) :] = False
+        return torch.where(inside & (self.segments >= 0), shifted, torch.zeros_like(shifted))
 
-    def attention_mask(self) -> Tensor | None:
-        """bool ``[R, 1, L, L]``: causal within each dialogue; None if plain causal attention is the same."""
-        if all(span.start == 0 for span in self.spans):
-            return None  # one dialogue per row; padding only on the right, which no dialogue sees
-        return dialogue_mask(self.segments).unsqueeze(1)
+    def attention(self) -> Dialogues | None:
+        """The mask, for a head with ``use_dialogue_attention``; None: each row is one dialogue."""
+        return Dialogues(self.dialogue_lengths()) if self.spans else None
 
-    def attention(self) -> Dialogues | Tensor | None:
-        """The same as ``attention_mask``, for a head with ``use_dialogue_attention``."""
-        return Dialogues(self.dialogue_lengths()) if self.spans else self.attention_mask()
-
-    def dialogue_lengths(self) -> list[list[int]]:
-        """Lengths of each row's dialogues, from its beginning; without spans a row is one dialogue."""
-        if not self.spans:
-            return [[self.segments.shape[1]] for _ in self.segments]
-        lengths: list[list[int]] = [[] for _ in self.segments]
-        for span in self.spans:  # of a row in order
-            lengths[span.row].append(span.length)
-        return lengths
+    def dialogue_lengths(self) -> list[int]:
+        """Lengths of the dialogues in a single row; without spans it is one dialogue."""
+        return [span.length for span in self.spans] or [self.segments.shape[1]]
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory (torch pins no expanded tensor)."""
@@ -124,81 +120,29 @@ def complete(store: Source, batch: Batch, taps: tuple[int, ...]) -> Batch:
     return batch if isinstance(store, FeatureStore) else store.complete(batch, taps)
 
 
-def dialogue_mask(segments: Tensor) -> Tensor:
-    """bool ``[R, L, L]`` from segments ``[R, L]``: causal within each dialogue. Padding sees padding: no NaN."""
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return (segments[:, :, None] == segments[:, None, :]) & causal
-
-
-def shift(values: Tensor, by: int, segments: Tensor) -> Tensor:
-    """``values[i + by]`` at index i ``[R, L]``; 0 or False if i + by is in another dialogue or outside."""
-    shifted = torch.roll(values, -by, dims=1)
-    inside = torch.roll(segments, -by, dims=1) == segments
-    inside[:, max(0, inside.shape[1] - by) :] = False
-    return torch.where(inside & (segments >= 0), shifted, torch.zeros_like(shifted))
-
-
-def pack(lengths: list[int]) -> list[list[int]]:
-    """First-fit decreasing: indices into ``lengths`` grouped into rows no longer than the longest of them."""
-    row_length = max(lengths)
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        row = next((r for r, space in enumerate(free) if space >= lengths[index]), None)
-        if row is None:
-            rows.append([])
-            free.append(row_length)
-            row = len(rows) - 1
-        rows[row].append(index)
-        free[row] -= lengths[index]
-    return rows
-
-
-def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False) -> Batch:
-    """Read dialogues from the store into one packed batch; ``complete`` may add the features.
-
-    ``taps``: layers whose states to read. ``one_row``: a single row, without padding.
-    """
+def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
+    """Read dialogues and the states after the layers ``taps`` into one row; ``complete`` may add the features."""
     items = [store[index] for index in dialogues]
     lengths = [len(item.input_ids) for item in items]
-    rows, length = ([list(range(len(items)))], sum(lengths)) if one_row else (pack(lengths), max(lengths))
-    shape = (len(rows), length)
-    hidden = items[0].features.shape[-1]
-    batch = Batch(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        features=torch.zeros(*shape, hidden, dtype=items[0].features.dtype),
-        taps={layer: torch.zeros(*shape, hidden, dtype=items[0].features.dtype) for layer in taps},
-        position_ids=torch.zeros(shape, dtype=torch.int64),
-        segments=torch.full(shape, -1, dtype=torch.int64),
-        spans=[],
+    starts = itertools.accumulate(lengths, initial=0)
+    return Batch(
+        input_ids=torch.cat([item.input_ids for item in items])[None],
+        loss_mask=torch.cat([item.loss_mask for item in items])[None],
+        features=torch.cat([item.features for item in items])[None],
+        taps={layer: torch.cat([item.taps[layer] for item in items])[None] for layer in taps},
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        segments=torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None],
+        spans=[Span(0, *place) for place in zip(starts, lengths, dialogues, strict=False)],
     )
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(members):
-            item, end = items[index], start + lengths[index]
-            batch.input_ids[row, start:end] = item.input_ids
-            batch.loss_mask[row, start:end] = item.loss_mask
-            batch.features[row, start:end] = item.features
-            for layer in taps:
-                batch.taps[layer][row, start:end] = item.taps[layer]
-            batch.position_ids[row, start:end] = torch.arange(lengths[index])
-            batch.segments[row, start:end] = segment
-            batch.spans.append(Span(row, start, lengths[index], dialogues[index]))
-            start = end
-    return batch
 
 
-def collate_or_stand_in(
-    store: Source, share: list[int], dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False
-) -> Batch:
+def collate_or_stand_in(store: Source, share: list[int], dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
     """``collate``; an empty share becomes the shortest of ``dialogues`` with an empty loss mask.
 
     A rank without work must still take part in the collectives, and add nothing to the sums.
     """
     if share:
-        return collate(store, share, taps, one_row)
+        return collate(store, share, taps)
     batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
 
@@ -244,29 +188,18 @@ def fill_emptiest(batches: list[list[int]], lengths: list[int]) -> None:
     Otherwise an epoch's last batch could be a step on few tokens, and each would count as much as dozens of others.
     """
     tokens = [sum(lengths[index] for index in batch) for batch in batches]
-    emptiest = sorted((count, place) for place, count in enumerate(tokens))
-    fullest = sorted(
-        (-count, place) for count, place in emptiest if len(batches[place]) > 1
-    )  # those of several dialogues
-    while fullest:
-        empty, full = emptiest[0][1], fullest[0][1]
+    while several := [place for place, batch in enumerate(batches) if len(batch) > 1]:
+        empty = min(range(len(batches)), key=tokens.__getitem__)
+        full = max(several, key=tokens.__getitem__)
         gap = tokens[full] - tokens[empty]
         fitting = [index for index in batches[full] if lengths[index] < gap]
         if gap <= 0.1 * tokens[full] or not fitting:
-            break
+            return
         moved = min(fitting, key=lambda index: abs(gap - 2 * lengths[index]))
-        for place, change in ((full, -lengths[moved]), (empty, lengths[moved])):
-            for order, sign in ((emptiest, 1), (fullest, -1)):
-                at = bisect.bisect_left(order, (sign * tokens[place], place))
-                if order[at : at + 1] == [(sign * tokens[place], place)]:
-                    order.pop(at)
-            tokens[place] += change
         batches[full].remove(moved)
         batches[empty].append(moved)
-        for place in (full, empty):
-            bisect.insort(emptiest, (tokens[place], place))
-            if len(batches[place]) > 1:
-                bisect.insort(fullest, (-tokens[place], place))
+        tokens[full] -= lengths[moved]
+        tokens[empty] += lengths[moved]
 
 
 def split_evenly(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:
@@ -364,5 +297,5 @@ class TrainData:
         if self.check is not None:
             self.check.first_read(self.store, dialogues)
         taps, shares = self.config.taps, self.shares(dialogues)
-        batches = [collate_or_stand_in(self.store, share, dialogues, taps, one_row=True) for share in shares]
+        batches = [collate_or_stand_in(self.store, share, dialogues, taps) for share in shares]
         return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

@@ -51,7 +51,7 @@ def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tens
     for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
         if found >= wanted:
             return
-        batch = collate(train, part, one_row=True)
+        batch = collate(train, part)
         rows = task.rows(batch)
         batch = complete(train, batch, ()).to(device, torch.float32)
         read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]
@@ -60,7 +60,7 @@ def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tens
         found += len(rows)
 
 
-def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor | None = None) -> Tensor:
+def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor) -> Tensor:
     """The W that minimises sum |y - W x|^2 over all rows, with a small penalty on its size.
 
     Args:
@@ -79,9 +79,7 @@ def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor | None =
         rows += len(x)
     if not rows:
         raise ValueError("start: regression has no trained position to fit; set start=random")
-    ridge = RIDGE * square.diagonal()
-    if noise is not None:
-        ridge = ridge + rows * noise.to(ridge)
+    ridge = RIDGE * square.diagonal() + rows * noise.to(square)
     ridge = ridge.where(ridge > 0, 1.0)  # of an input that is always 0
     factor = torch.linalg.cholesky(square + torch.diag(ridge))
     return torch.cholesky_solve(product, factor).T.float().contiguous()

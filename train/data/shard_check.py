@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from data_prep.store.manifest import ShardEntry
 from data_prep.store.reader import FeatureStore, is_whole
 from train.core.runtime import Ranks, local_ranks
 
 QUIET = 5.0  # seconds of waiting without a message
 BETWEEN = 60.0  # seconds between two collectives while ranks wait
+Shard = tuple[str, int]  # a store's path, and the shard's place in its manifest
 
 
 class ShardCheck:
@@ -27,31 +27,26 @@ class ShardCheck:
 
     def __init__(self, stores: Sequence[object], ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._shards: list[tuple[FeatureStore, ShardEntry]] = []
-        self._begin: dict[str, int] = {}  # by store, the index of its first shard in that list
-        for store in stores:
-            if isinstance(store, FeatureStore) and str(store.path) not in self._begin:
-                self._begin[str(store.path)] = len(self._shards)
-                self._shards += [(store, entry) for entry in store.manifest.shards]
+        self._stores = {str(store.path): store for store in stores if isinstance(store, FeatureStore)}
+        self._shards = [(path, n) for path, store in self._stores.items() for n in range(len(store.manifest.shards))]
         self._parts = local_ranks(1)
         # LOCAL_RANK is 0 for all processes if each sees one GPU, so it cannot share the shards out.
         self._part = ranks.rank % self._parts
-        self._asked: set[int] = set()
-        self._broken: set[int] = set()
+        self._asked: set[Shard] = set()
+        self._broken: set[Shard] = set()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "checksums")
         self._running: list[Future[None]] = []
 
     def first_read(self, store: object, dialogues: Iterable[int]) -> None:
         """Begin to check the shards of ``dialogues``, which are about to be read, once for each shard."""
-        if not isinstance(store, FeatureStore) or str(store.path) not in self._begin:
+        if not isinstance(store, FeatureStore) or str(store.path) not in self._stores:
             return
-        numbers = {self._begin[str(store.path)] + shard for shard in store.shards_of(dialogues)}
         with self._lock:
-            new = sorted(numbers - self._asked)
-            self._asked |= numbers
-            mine = [number for number in new if number % self._parts == self._part]
-            self._running += [self._thread.submit(self._check, number) for number in mine]
+            new = sorted({(str(store.path), number) for number in store.shards_of(dialogues)} - self._asked)
+            self._asked |= {*new}
+            mine = [shard for shard in new if shard[1] % self._parts == self._part]
+            self._running += [self._thread.submit(self._check, shard) for shard in mine]
 
     @property
     def broken(self) -> int:
@@ -75,27 +70,25 @@ class ShardCheck:
         """An error message about broken shards of all ranks, the same on each; "" if all are sound. A collective."""
         if not self._shards:
             return ""
-        flags = torch.zeros(len(self._shards), dtype=torch.int64, device=self._device)
-        flags[list(self._broken)] = 1
-        files: dict[FeatureStore, list[str]] = defaultdict(list)
-        for number in self._ranks.total(flags).nonzero()[:, 0].tolist():
-            store, entry = self._shards[number]
-            files[store].append(entry.file)
+        flags = torch.tensor([shard in self._broken for shard in self._shards], dtype=torch.int64, device=self._device)
+        files: dict[str, list[str]] = defaultdict(list)
+        for (path, number), flag in zip(self._shards, self._ranks.total(flags).tolist(), strict=True):
+            if flag:
+                files[path].append(self._stores[path].manifest.shards[number].file)
         return "; ".join(
-            f"the content of {', '.join(names)} in {store.path} is not what was written (SHA-256 differs, or it cannot "
-            f"be read): copy it again, or delete {store.path} and make the features again"
-            for store, names in files.items()
+            f"the content of {', '.join(names)} in {path} is not what was written (SHA-256 differs, or it cannot "
+            f"be read): copy it again, or delete {path} and make the features again"
+            for path, names in files.items()
         )
 
     def close(self) -> None:
         """Begin no further checks."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, number: int) -> None:
-        store, entry = self._shards[number]
-        sound = False
+    def _check(self, shard: Shard) -> None:
+        store, sound = self._stores[shard[0]], False
         try:
-            sound = is_whole(store.path, entry)
+            sound = is_whole(store.path, store.manifest.shards[shard[1]])
         finally:  # this thread's exceptions are not read, and an unreadable shard is not sound
             if not sound:
-                self._broken.add(number)
+                self._broken.add(shard)

@@ -4,6 +4,8 @@ Boost-tuning (SpecInfer, Miao et al. 2023, section 3: learning-based speculator)
 that the earlier ones do not cover.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,26 +15,16 @@ from train.core.lm_heads import LMHeads
 from train.data.packing import Batch
 
 
-def load_draft_models(names: list[str], dtype: torch.dtype, device: torch.device) -> list[TargetModel]:
-    """Load draft models, on transformers' own layers.
-
-    Raises:
-        ValueError: nothing loadable there.
-    """
-    return [TargetModel.from_pretrained(name, dtype, device, engine="stock") for name in names]
-
-
 @torch.no_grad()
 def right_rows(model: TargetModel, batch: Batch, heads: LMHeads) -> Tensor:
     """bool ``[R, L]``: whether draft model and target rank the same token first after row i."""
     size, head = heads.rows_at_once(heads.target), heads.target.weight
     right = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
     for span in batch.spans:
-        part = (span.row, slice(span.start, span.start + span.length))
-        ids = batch.input_ids[part][None].to(model.device)
-        ours = torch.cat([model.lm_head(some).argmax(-1) for some in model.features(ids).features[0].split(size)])
-        theirs = heads.first_choice(batch.features[part].to(head.device, head.dtype))
-        right[part] = ours.cpu() == theirs.cpu()
+        features = model.features(span.of(batch.input_ids)[None].to(model.device)).features[0]
+        ours = torch.cat([model.lm_head(some).argmax(-1) for some in features.split(size)])
+        theirs = heads.first_choice(span.of(batch.features).to(head.device, head.dtype))
+        span.of(right)[:] = ours.cpu() == theirs.cpu()
     return right
 
 
@@ -59,21 +51,19 @@ class Boosting:
 
     def trained(self, batch: Batch) -> Tensor:
         """bool ``[R, L]``: whether a row is trained where its token belongs to an answer."""
-        texts = [batch.input_ids[s.row, s.start : s.start + s.length].numpy().tobytes() for s in batch.spans]
+        texts = [span.of(batch.input_ids).numpy().tobytes() for span in batch.spans]
         if any(text not in self._trained for text in texts):
-            self._models = self._models or load_draft_models(
-                self.options.after, self.dtype, self.heads.target.weight.device
-            )
-            covered = torch.zeros_like(batch.loss_mask)
-            for model in self._models:
-                right = right_rows(model, batch, self.heads)
-                covered |= covered_rows(right, batch, self.options.length)
+            device = self.heads.target.weight.device
+            load = partial(TargetModel.from_pretrained, dtype=self.dtype, device=device, engine="stock")
+            self._models = self._models or [load(name) for name in self.options.after]
             # Spread evenly, and the same in every epoch: multiples of the golden ratio's fraction.
-            kept = batch.position_ids * 0.6180339887 % 1 < self.options.keep
-            found = ~covered | kept
-            for span, text in zip(batch.spans, texts, strict=True):
-                self._trained[text] = found[span.row, span.start : span.start + span.length].clone()
+            found = batch.position_ids * 0.6180339887 % 1 < self.options.keep
+            covered = torch.zeros_like(found)
+            for model in self._models:
+                covered |= covered_rows(right_rows(model, batch, self.heads), batch, self.options.length)
+            found |= ~covered
+            self._trained |= {text: span.of(found).clone() for span, text in zip(batch.spans, texts, strict=True)}
         left = torch.zeros_like(batch.loss_mask)
         for span, text in zip(batch.spans, texts, strict=True):
-            left[span.row, span.start : span.start + span.length] = self._trained[text]
+            span.of(left)[:] = self._trained[text]
         return left

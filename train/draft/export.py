@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from drafters.common.files import replace_json, replacing_files
+from drafters.common.paths import ADAPTER_CONFIG_FILE
 from drafters.model.files import load_bare_tokenizer
 from train.configs import DraftModelConfig
 from train.core.lora import copy_weights
 from train.draft.module import DraftModule, draft_module
 
-CONFIGS = ("config.json", "adapter_config.json")  # written last: a folder does not load without them
+PROVENANCE = "training.json"
 
 
 def with_weights(config: DraftModelConfig, weights: dict[str, Tensor]) -> DraftModule:
@@ -26,32 +27,41 @@ def with_weights(config: DraftModelConfig, weights: dict[str, Tensor]) -> DraftM
 
 
 def export(config: DraftModelConfig, weights: dict[str, Tensor], provenance: dict[str, Any]) -> None:
-    """Write the draft model, or its adapter, into the top of the run folder, replacing an older export.
+    """Write the draft model, or its adapter, into the top of the run folder, replacing an older export."""
+    model, text = with_weights(config, weights).model, None
+    if config.lora is None:
+        model.to(torch.bfloat16)
+        target, before = (Path(name).name for name in (provenance["target"]["name"], config.draft_model))
+        loss = config.divergence + (f" ({config.beta:g})" if config.divergence == "jsd" else "")
+        text = f"A draft model for speculative decoding with `{target}`: `{before}`, aligned with that target by {loss}"
+        text = card(config.out, "draft-model", text, provenance["training"])
+    write_model(config.out, model, (config.draft_model, None), text, provenance)
 
-    A process killed meanwhile leaves the older one, the new one, or a folder that does not load.
+
+def write_model(
+    folder: Path, model: Any, source: tuple[str, str | None], text: str | None, provenance: dict[str, Any]
+) -> None:
+    """Write a model with the tokenizer of ``source`` (name, revision), a card ``text`` and its provenance.
+
+    A process killed meanwhile leaves the older files, the new ones, or a folder that does not load.
     """
-    module = with_weights(config, weights)
-    with replacing_files(config.out, last=(*CONFIGS, config.provenance_file)) as folder:
-        if config.lora is None:
-            module.model.to(torch.bfloat16)
-            (folder / "README.md").write_text(card(config, provenance), encoding="utf-8")
-        module.model.save_pretrained(folder)
+    with replacing_files(folder, last=("config.json", ADAPTER_CONFIG_FILE, PROVENANCE)) as new:
+        model.save_pretrained(new)
         with contextlib.suppress(ValueError):  # a model may have no tokenizer
-            load_bare_tokenizer(config.draft_model).save_pretrained(folder)
-        replace_json(folder / config.provenance_file, provenance)
+            load_bare_tokenizer(*source).save_pretrained(new)
+        if text is not None:
+            (new / "README.md").write_text(text, encoding="utf-8")
+        replace_json(new / PROVENANCE, provenance)
 
 
-def card(config: DraftModelConfig, provenance: dict[str, Any]) -> str:
-    """The model card."""
-    training, target = provenance["training"], provenance["target"]["name"]
-    loss = config.divergence + (f" ({config.beta:g})" if config.divergence == "jsd" else "")
+def card(run: Path, tag: str, text: str, training: dict[str, Any]) -> str:
+    """A model card."""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [speculative-decoding, draft-model]
+tags: [speculative-decoding, {tag}]
 ---
-# {Path(config.out).name}
+# {run.name}
 
-A draft model for speculative decoding with `{Path(target).name}`: `{Path(config.draft_model).name}`, aligned with that
-target by {loss}, {training["tokens"]:,} tokens in {training["steps"]:,} steps. `{config.provenance_file}` has the rest.
+{text}, {training["tokens"]:,} tokens in {training["steps"]:,} steps. `{PROVENANCE}` has the rest.
 """

@@ -10,18 +10,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
 from drafters.model.loading import load_model
-from train.core.attention import NAME, Dialogues
+from train.core.attention import NAME, Dialogues, check_dialogues
 from train.core.config import Lora
 from train.core.lora import load_base, with_lora
-
-PROBE = 4  # tokens of each of the two dialogues that check a module
 
 
 class DraftModule(nn.Module):
     """A draft model (or a tuned target) from token ids up to its LM head.
 
     Args:
-        model: transformers' model, whose layers are called one by one.
+        model: transformers' model.
         lora: freeze it, and add low-rank matrices.
         name: of the base model, for the adapter's config.
 
@@ -45,19 +43,15 @@ class DraftModule(nn.Module):
         head: nn.Linear = self.base.get_output_embeddings()
         return head
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | Tensor | None = None) -> Tensor:
-        """Ids and positions ``[R, L]`` -> inputs of the LM head, ``[R, L, h]``; row i is about token i + 1."""
-        body = self.base.model
-        hidden = body.embed_tokens(input_ids)
-        angles = body.rotary_emb(hidden, position_ids)
-        for layer in body.layers:
-            hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=angles)
-        normed: Tensor = body.norm(hidden)
-        return normed
+    def ends(self) -> list[nn.Parameter]:
+        """The weights of embeddings and LM head, which may be one."""
+        return [self.base.get_input_embeddings().weight, self.lm_head.weight]
 
-    def load_base(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of transformers' model, by its own names."""
-        load_base(self.base, weights)
+    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | None = None) -> Tensor:
+        """Ids and positions ``[R, L]`` -> inputs of the LM head, ``[R, L, h]``; row i is about token i + 1."""
+        given = {"input_ids": input_ids, "position_ids": position_ids, "dialogues": mask}
+        normed: Tensor = self.base.model(**given, use_cache=False).last_hidden_state
+        return normed
 
     def merged(self) -> PreTrainedModel:
         """transformers' model with LoRA merged into its weights; this module must not be used afterwards."""
@@ -87,10 +81,7 @@ def causal_module(
     """
     what, config = f"{key}: {name}", copy.deepcopy(config)
     if any(sliding_windows(config)):
-        raise ValueError(
-            f"{what} has layers with a sliding window, which training on packed dialogues ignores; choose one "
-            "without (sliding_window: null)"
-        )
+        raise ValueError(f"{what} has layers with a sliding window; choose a model without (sliding_window: null)")
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.get_default_dtype(), attn_implementation="sdpa", trust_remote_code=False
     )
@@ -104,37 +95,10 @@ def causal_module(
         lora = None
     module = DraftModule(model, lora, name)
     if attention == NAME:
-        check_packed(module, config, key)
+        module.base.config._attn_implementation = NAME
+        ids = torch.arange(8)[None] % config.vocab_size
+        check_dialogues(module, [ids], lambda reason: ValueError(f"{what}: {reason}; use {SUPPORTED}"))
     return module
-
-
-@torch.no_grad()
-def check_packed(module: DraftModule, config: PretrainedConfig, key: str) -> None:
-    """Let the layers take ``Dialogues``, and raise ValueError unless two packed dialogues give the same as
-    transformers' forward of each."""
-    ids, positions = torch.arange(2 * PROBE)[None] % config.vocab_size, torch.arange(PROBE)[None]
-    module.base.config._attn_implementation = NAME
-    training = module.training
-    module.eval()
-    try:
-        together = module(ids, positions.repeat(1, 2), Dialogues([[PROBE, PROBE]]))
-    except (AttributeError, TypeError, RuntimeError) as error:
-        what = f"{key} of model_type {config.model_type!r} takes no packed dialogues: {error}"
-        raise ValueError(f"{what}; use {SUPPORTED}") from error
-    finally:
-        module.train(training)
-    if together.device.type == "meta" or type(together) is not Tensor:  # without contents
-        return
-    module.eval()
-    alone = [module.base.model(input_ids=part, use_cache=False).last_hidden_state for part in ids.split(PROBE, dim=1)]
-    module.train(training)
-    expected = torch.cat(alone, dim=1)
-    gap, scale = (together - expected).abs().max().item(), expected.abs().max().item()
-    if not gap <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * scale:
-        raise ValueError(
-            f"{key} of model_type {config.model_type!r} gives another result on packed dialogues (off by "
-            f"{gap:.2g}, values up to {scale:.2g}); use {SUPPORTED}"
-        )
 
 
 def load_weights(module: DraftModule, name: str, revision: str | None = None) -> None:
@@ -145,5 +109,10 @@ def load_weights(module: DraftModule, name: str, revision: str | None = None) ->
     """
     disable_progress_bar()  # transformers' own, beside the training's
     found, _ = load_model(name, "float32", "cpu", revision, None, (0, 0))
-    module.load_base(found.state_dict())
+    load_base(module.base, found.state_dict())
     module.base.generation_config = found.generation_config
+
+
+def names_of(module: nn.Module, weights: list[nn.Parameter]) -> tuple[str, ...]:
+    """The names of some of a module's weights."""
+    return tuple(name for name, own in module.named_parameters() if own in {*weights})

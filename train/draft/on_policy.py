@@ -8,7 +8,6 @@ the weights.
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,16 +21,6 @@ from drafters.model.target import TargetModel
 from train.configs import OnPolicy
 from train.data.online import OnlineFeatures
 from train.data.packing import Batch, Position, StepData, TrainData, collate
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Dialogues by their index in the store, for ``collate``."""
-
-    dialogues: dict[int, StoredDialogue]
-
-    def __getitem__(self, index: int) -> StoredDialogue:
-        return self.dialogues[index]
 
 
 class OnPolicyText:
@@ -57,7 +46,8 @@ class OnPolicyText:
         step, every = self.step(), self.options.every
         if step >= self._until or step % every == 0:  # also after a resume
             self._until = step - step % every + every
-            self._renew(position, self._until - step)
+            self._answer(self.draft_model(), position, self._until - step)
+            gc.collect()  # reference cycles would hold the model's GPU memory
         return [self._rewritten(batch, given.epoch) for batch in given.batches]
 
     def chosen(self, epoch: int, dialogue: int) -> bool:
@@ -65,49 +55,39 @@ class OnPolicyText:
         draw = torch.rand((), generator=self._generator(epoch, dialogue))
         return bool(draw < self.options.share)
 
-    def _renew(self, position: Position, steps: int) -> None:
-        model = self.draft_model()
-        try:
-            self._answer(model, position, steps)
-        finally:
-            del model
-            gc.collect()  # reference cycles would hold its GPU memory
-
     def _answer(self, model: TargetModel, position: Position, steps: int) -> None:
+        """Sample the answers of ``steps`` steps from ``position`` on, prompts of similar lengths together."""
         wanted = []
         for dialogues, epoch, _ in islice(self.data.plan(position), steps):
             for index in (index for share in self.data.shares(dialogues) for index in share):
-                if 0 < len(self._prompt(index)) < model.max_context and self.chosen(epoch, index):
-                    wanted.append((epoch, index))
-        wanted.sort(key=lambda one: len(self._prompt(one[1])))
+                prompt = self._prompt(index)
+                if 0 < len(prompt) < model.max_context and self.chosen(epoch, index):
+                    wanted.append((prompt, epoch, index))
+        wanted.sort(key=lambda one: len(one[0]))
         self._answers = {}
         for first in range(0, len(wanted), self.options.batch):
-            self._sample(model, wanted[first : first + self.options.batch])
-
-    def _sample(self, model: TargetModel, wanted: list[tuple[int, int]]) -> None:
-        prompts = [self._prompt(index) for _, index in wanted]
-        rooms = [
-            len(self.store[index].input_ids) - len(prompt) for (_, index), prompt in zip(wanted, prompts, strict=True)
-        ]
-        most = min(max(rooms), self.options.max_new_tokens, model.max_context - max(map(len, prompts)))
-        made = generate(
-            model,
-            make_drafter("autoregressive", model),
-            prompts,
-            max_new_tokens=most,
-            temperature=self.options.temperature,
-            eos_token_id=sorted(eos_ids(self.store.target, None)),
-            seed=int(torch.randint(2**62, (2,), generator=self._generator(*wanted[0]))[1]),
-        )
-        for key, room, row, length in zip(wanted, rooms, made.tokens, made.lengths, strict=True):
-            self._answers[key] = row[: min(room, length)].tolist()
+            prompts, epochs, indices = zip(*wanted[first : first + self.options.batch], strict=True)
+            rooms = [len(self.store[i].input_ids) - len(prompt) for prompt, i in zip(prompts, indices, strict=True)]
+            most = min(max(rooms), self.options.max_new_tokens, model.max_context - max(map(len, prompts)))
+            made = generate(
+                model,
+                make_drafter("autoregressive", model),
+                list(prompts),
+                max_new_tokens=most,
+                temperature=self.options.temperature,
+                eos_token_id=sorted(eos_ids(self.store.target, None)),
+                seed=int(torch.randint(2**62, (2,), generator=self._generator(epochs[0], indices[0]))[1]),
+            )
+            keys = zip(epochs, indices, strict=True)
+            for key, room, row, length in zip(keys, rooms, made.tokens, made.lengths, strict=True):
+                self._answers[key] = row[: min(room, length)].tolist()
 
     def _rewritten(self, batch: Batch, epoch: int) -> Batch:
         found = {span.dialogue: self._answers.get((epoch, span.dialogue)) for span in batch.spans}
         if not any(found.values()):
             return batch
-        texts: Any = Texts({index: self._with(index, answer) for index, answer in found.items()})
-        return collate(texts, list(found), self.data.config.taps, one_row=True)
+        texts: Any = {index: self._with(index, answer) for index, answer in found.items()}
+        return collate(texts, list(found), self.data.config.taps)
 
     def _prompt(self, index: int) -> list[int]:
         """The text up to the first answer; empty where there is no answer."""
@@ -117,14 +97,12 @@ class OnPolicyText:
         return ids
 
     def _with(self, index: int, answer: list[int] | None) -> StoredDialogue:
-        dialogue = self.store[index]
+        dialogue, prompt = self.store[index], self._prompt(index)
         if not answer:
             return dialogue
-        prompt = self._prompt(index)
-        length = len(prompt) + len(answer)
-        taps = {layer: states[:length] for layer, states in dialogue.taps.items()}
-        mask = torch.arange(length) >= len(prompt)
-        return StoredDialogue(torch.tensor(prompt + answer), mask, dialogue.features[:length], taps)
+        ids = torch.tensor(prompt + answer)
+        taps = {layer: states[: len(ids)] for layer, states in dialogue.taps.items()}
+        return StoredDialogue(ids, torch.arange(len(ids)) >= len(prompt), dialogue.features[: len(ids)], taps)
 
     def _generator(self, epoch: int, dialogue: int) -> torch.Generator:
         seed = (self.data.config.seed * 1_000_003 + epoch) * 2_654_435_761 + dialogue

@@ -13,10 +13,8 @@ from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.model.layers import layer_kind
 from drafters.model.weights import LM_HEAD
 
-FACTS = "shallow.json"
 LAYERS = "model.layers."
 OF_EACH = ("layer_types", "no_rope_layers")  # keys of configurations that list one value per layer
-LIBRARIES = ("torch", "transformers")
 
 
 def shallow_config(config: PretrainedConfig, layers: list[int], name: str) -> PretrainedConfig:
@@ -32,10 +30,7 @@ def shallow_config(config: PretrainedConfig, layers: list[int], name: str) -> Pr
         )
     values: dict[str, Any] = config.to_dict()
     if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(
-            f"{name}: its layers are dense or mixtures of experts by their numbers, which a part of them "
-            "cannot keep; take another model"
-        )
+        raise ValueError(f"{name}: its layers are dense or mixtures of experts by their numbers; take another model")
     kept = {key: [values[key][number] for number in layers] for key in OF_EACH if values.get(key)}
     return type(config).from_dict(values | kept | {"num_hidden_layers": len(layers)})
 
@@ -52,19 +47,20 @@ def shorten(target: str, revision: str | None, layers: list[int], out: Path) -> 
         raise ValueError(f"{target} is quantised, and a draft model is trained; give the model that it was made from")
     config = shallow_config(whole, layers, target)
     tokenizer = load_bare_tokenizer(target, revision)
-    places = {f"{LAYERS}{number}.": f"{LAYERS}{place}." for place, number in enumerate(layers)}
 
-    def renamed(name: str) -> str:
+    def renamed(name: str) -> str | None:
+        """The name in the draft model; None for a tensor that it does not get."""
         if not name.startswith(LAYERS):
-            return "" if name == LM_HEAD and config.tie_word_embeddings else name
-        return next((new + name.removeprefix(old) for old, new in places.items() if name.startswith(old)), "")
+            return None if name == LM_HEAD and config.tie_word_embeddings else name
+        number, _, rest = name.removeprefix(LAYERS).partition(".")
+        return f"{LAYERS}{layers.index(int(number))}.{rest}" if int(number) in layers else None
 
-    found = read_tensors(target, revision, lambda name: bool(renamed(name)))
-    weights = {renamed(name): value for name, value in found}
+    found = read_tensors(target, revision, lambda name: renamed(name) is not None)
+    weights = {str(renamed(name)): value for name, value in found}
     with replacing_files(out, last=("config.json",)) as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         save_tensors(weights, folder / "model.safetensors", {"format": "pt"})
         facts = {"target": target, "revision": revision, "layers": layers, "command": command()}
-        replace_json(folder / FACTS, facts | {"versions": library_versions(*LIBRARIES)})
+        replace_json(folder / "shallow.json", facts | {"versions": library_versions("torch", "transformers")})
     return sum(value.numel() for value in weights.values())

@@ -66,7 +66,7 @@ class RandomStore:
     def batch(self) -> Batch:
         """All dialogues in one row, as in training."""
         store: Any = self
-        return collate(store, list(range(len(self.lengths))), self.config.taps, one_row=True)
+        return collate(store, list(range(len(self.lengths))), self.config.taps)
 
 
 def meta_task(config: TrainConfig, target: PretrainedConfig) -> Task:

@@ -13,11 +13,12 @@ from drafters.cli.program import Failure
 from drafters.common.files import replace_json
 from drafters.common.machine import measured_on
 from drafters.model.files import resolve_device
+from drafters.model.target import TargetModel
 from train.configs import BoostConfig, DraftModelConfig
 from train.core.lm_heads import LMHeads
 from train.core.runtime import dtype_of
 from train.data.packing import collate
-from train.draft.coverage import covered_rows, load_draft_models, right_rows
+from train.draft.coverage import covered_rows, right_rows
 from train.run.files import StateFolder
 from train.run.inputs import open_inputs
 from train.watch.heldout import first_dialogues
@@ -62,7 +63,7 @@ def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int)
     inputs.ends.to(device)
     heads = LMHeads(run, inputs.ends.lm_head)
     names = list(dict.fromkeys(name for names in lists.values() for name in names))
-    models = dict(zip(names, load_draft_models(names, dtype_of(run), device), strict=True))
+    models = {name: TargetModel.from_pretrained(name, dtype_of(run), device, engine="stock") for name in names}
     totals = {name: [0] * len(names) for name, names in lists.items()}
     rows = 0
     for index in first_dialogues(inputs.heldout, run.heldout_tokens):

@@ -27,7 +27,7 @@ from train.core.engine import Engine
 from train.core.runtime import Ranks, check_same_step, dtype_of, rank_device, seed_step
 from train.core.task import Task
 from train.core.weights import init_from
-from train.data.frequency import find_frequent
+from train.data.draft_vocab import find_frequent
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.run import files

@@ -7,8 +7,6 @@ that is renewed during training. A killed run continues with --resume, bit for b
 linear decay: another `steps=` on --resume moves the decay.
 """
 
-from __future__ import annotations
-
 import sys
 
 from drafters.cli.program import CommandLine, keeping, run_program

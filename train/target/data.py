@@ -1,7 +1,5 @@
 """Tokenizer, chat template and packed batches for training a target."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -15,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.messages import Message, uses_tools
 from data_prep.dialogues.reader import ReadCounts, read_dialogues
+from drafters.common.files import replacing_files
 from train.configs import TargetConfig
-from train.target.files import DataPosition, replace_folder
+from train.target.model import DataPosition
 
+TOKENIZER = "tokenizer_config.json"
 END, PAD = "<|end|>", "<|endoftext|>"
 SPECIAL_TOKENS = [PAD, END, "<|user|>", "<|assistant|>"]
 # A system message becomes part of the first user turn, because the corpus has none to train a token for it.
@@ -86,9 +86,10 @@ def get_tokenizer(config: TargetConfig) -> PreTrainedTokenizerFast:
         chat.tokenizer.model_max_length = config.model.max_positions
         return chat.tokenizer
     folder = config.corpus / f"tokenizer-{config.model.vocab_size}"
-    if not folder.is_dir():
+    if not (folder / TOKENIZER).is_file():
         tokenizer = train_tokenizer(read_messages(config.corpus / "train.jsonl"), config.model.vocab_size)
-        replace_folder(folder, lambda temporary: tokenizer.save_pretrained(temporary))
+        with replacing_files(folder, last=(TOKENIZER,)) as temporary:
+            tokenizer.save_pretrained(temporary)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     tokenizer.model_max_length = config.model.max_positions
     return tokenizer

@@ -1,7 +1,6 @@
 """A trained target as a Hugging Face folder with a model card."""
 
-from __future__ import annotations
-
+import copy
 import math
 import platform
 from pathlib import Path
@@ -10,31 +9,21 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafters.common.files import keep_mode
+from drafters.common.files import replacing_files
 from train.configs import TargetConfig
-from train.target.files import TargetProgress, replace_folder
-from train.target.model import Optimizer, build_model
+from train.target.model import TargetProgress
 
 
-def export(folder: Path, optimizer: Optimizer, tokenizer: PreTrainedTokenizerFast, config: TargetConfig) -> None:
+def export(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the model in bf16, its config, generation config and tokenizer as a Hugging Face folder."""
-    model = build_model(config, tokenizer)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(optimizer.master[name])
-    model = model.to(torch.bfloat16)
+    model = copy.deepcopy(model).to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )
 
-    def write(temporary: Path) -> None:
+    with replacing_files(folder, last=("config.json",)) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        mode = (temporary / "config.json").stat().st_mode
-        for path in temporary.glob("*.safetensors"):
-            keep_mode(path, mode)
-
-    replace_folder(folder, write)
 
 
 def sample_continuations(folder: Path, prompts: list[str], new_tokens: int = 120) -> list[tuple[str, str]]:

@@ -1,16 +1,22 @@
-"""The model of a target, its loss, its optimiser and its schedule, for training on CPU cores."""
+"""The model of a target, its loss, its optimiser, its schedule and its checkpoints, for training on CPU cores."""
 
-from __future__ import annotations
-
+import dataclasses
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from drafters.common.files import replacing_files, save_tensors
 from train.configs import TargetConfig
+
+PROGRESS = "progress.json"  # of a checkpoint, written last
 
 
 def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -98,3 +104,59 @@ def next_token_loss(model: LlamaForCausalLM, rows: Tensor, precision: str) -> Te
         hidden = model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
         logits = model.lm_head(hidden)
     return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+@dataclasses.dataclass
+class DataPosition:
+    """The run's position in its data, whose order depends only on the seed and the epoch."""
+
+    epoch: int = 0
+    cursor: int = 0
+
+
+@dataclasses.dataclass
+class TargetProgress:
+    """The part of a checkpoint beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    position: DataPosition = dataclasses.field(default_factory=DataPosition)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; an incomplete one has no progress.json."""
+    return sorted(file.parent for file in run_dir.glob(f"checkpoint-*/{PROGRESS}") if not file.parent.suffix)
+
+
+def save_target_state(run_dir: Path, optimizer: Optimizer, progress: TargetProgress) -> None:
+    """Write `checkpoint-<step>`, then remove the older ones."""
+    older, folder = checkpoints(run_dir), run_dir / f"checkpoint-{progress.step:08d}"
+    if folder in older:  # the same state; replacing it would risk losing it
+        return
+    with replacing_files(folder, last=(PROGRESS,)) as temporary:
+        save_tensors({n: p.detach() for n, p in optimizer.master.items()}, temporary / "model.safetensors")
+        torch.save([part.state_dict() for part in optimizer.parts], temporary / "optimizer.pt")
+        (temporary / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
+    for other in older:
+        shutil.rmtree(other, ignore_errors=True)
+
+
+@torch.no_grad()
+def load_target_state(run_dir: Path, optimizer: Optimizer) -> TargetProgress:
+    """Restore the newest checkpoint into `optimizer` and its model."""
+    if not (found := checkpoints(run_dir)):
+        raise ValueError(f"--resume: no checkpoint in {run_dir}; start without --resume")
+    weights = load_file(found[-1] / "model.safetensors")
+    states = torch.load(found[-1] / "optimizer.pt", weights_only=True)
+    if {name: tensor.shape for name, tensor in weights.items()} != {n: p.shape for n, p in optimizer.master.items()}:
+        raise ValueError(f"{found[-1]} holds a model of another shape than the config's")
+    if len(states) != len(optimizer.parts):
+        raise ValueError(f"{found[-1]} was written with threads={len(states) - 1}; resume with the same number")
+    for name, parameter in optimizer.master.items():
+        parameter.copy_(weights[name])
+    for part, state in zip(optimizer.parts, states, strict=True):
+        part.load_state_dict(state)
+    optimizer.publish()
+    raw = json.loads((found[-1] / PROGRESS).read_text())
+    return TargetProgress(**raw | {"position": DataPosition(**raw["position"])})

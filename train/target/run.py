@@ -1,7 +1,5 @@
 """The training loop of train.target."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
@@ -21,8 +19,16 @@ from train.core.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
 from train.target.data import batches, encode, get_tokenizer, pack_rows, read_messages
 from train.target.export import export, sample_continuations, write_card
-from train.target.files import TargetProgress, checkpoints, load_target_state, save_target_state
-from train.target.model import Optimizer, build_model, lr_scale, next_token_loss
+from train.target.model import (
+    Optimizer,
+    TargetProgress,
+    build_model,
+    checkpoints,
+    load_target_state,
+    lr_scale,
+    next_token_loss,
+    save_target_state,
+)
 
 
 class TargetRun:
@@ -53,14 +59,13 @@ class TargetRun:
         self.log = Metrics(config.run_dir, self.progress.step)
         replace_json(config.run_dir / "run.json", {**self.info, "resumed_at": self.progress.step})
 
-    def evaluate(self) -> float:
-        """Log and return the held-out loss."""
+    def evaluate(self) -> None:
+        """Log the held-out loss."""
         parts = self.heldout_rows.split(self.config.micro_rows)
         value = sum(self.pool.map(self.part_loss, parts)) / len(self.heldout_rows)
         step, tokens, seconds = self.progress.step, self.progress.tokens, round(self.progress.seconds, 1)
         self.log.add(step, {"heldout_loss": value, "tokens": tokens, "seconds": seconds})
         tqdm.write(f"step {step}: held-out loss {value:.4f} after {tokens:,} tokens")
-        return value
 
     @torch.no_grad()
     def part_loss(self, rows: Tensor) -> float:
@@ -112,7 +117,7 @@ class TargetRun:
                 save_target_state(config.run_dir, self.optimizer, progress)
                 saved = time.monotonic()
             if time.monotonic() - exported >= 60 * config.export_minutes:
-                export(config.run_dir / "export", self.optimizer, self.tokenizer, config)
+                export(config.run_dir / "export", self.model, self.tokenizer)
                 exported = time.monotonic()
         self.evaluate()
         save_target_state(config.run_dir, self.optimizer, progress)
@@ -121,7 +126,7 @@ class TargetRun:
         """The final export, with its model card."""
         config = self.config
         for folder in (config.run_dir / "export", config.final_dir):
-            export(folder, self.optimizer, self.tokenizer, config)
+            export(folder, self.model, self.tokenizer)
         prompts = [dialogue[0]["content"] for dialogue in self.heldout[:5]]
         facts = {
             "rows": read_metrics(config.run_dir),

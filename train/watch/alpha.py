@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from drafters.model.ends import FrozenEnds
+from train.core.losses import default_chunk_rows
 from train.core.task import Ratio
 from train.core.unroll import unrolled
 from train.data.packing import Batch
@@ -38,5 +39,6 @@ def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int, shift: in
 
 
 def _argmax(ends: FrozenEnds, features: Tensor) -> Tensor:
-    """The most likely token ``[R, L]`` after each feature ``[R, L, H]``, a row of logits at a time."""
-    return torch.stack([ends.lm_head(row).argmax(-1) for row in features])
+    """The most likely token ``[R, L]`` after each feature ``[R, L, H]``, some rows of logits at a time."""
+    parts = features.flatten(0, 1).split(default_chunk_rows(ends.lm_head))
+    return torch.cat([ends.lm_head(part).argmax(-1) for part in parts]).view(features.shape[:2])

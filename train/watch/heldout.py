@@ -9,10 +9,10 @@ from torch import Tensor
 
 from train.core.losses import Pairs
 from train.core.runtime import Ranks
-from train.core.task import Ratio, Task, text_tokens
+from train.core.task import Ratio, Task, mean, text_tokens
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 
-PART_TOKENS = 2048  # tokens at a time: the mask of ``chain_alpha`` grows with the square of a row
+PART_TOKENS = 2048  # of a micro-batch
 BUCKETS = ((0, 16), (16, 64), (64, 256), (256, 1024), (1024, None))  # tokens of the answer before it: from, below
 
 
@@ -64,8 +64,7 @@ class Heldout:
 def own_answers(task: Task, batch: Batch) -> Ratio:
     """Share of answers' tokens that the target ranks first: nearly all if it wrote them itself, greedily."""
     rows = batch.shifted(batch.loss_mask, 1).flatten().nonzero().squeeze(1)
-    same = task.heads.first_choice(batch.features.flatten(0, 1)[rows]) == text_tokens(batch, 1).flatten()[rows]
-    return Ratio(same.sum(), torch.tensor(len(rows), device=rows.device))
+    return mean(task.heads.first_choice(batch.features.flatten(0, 1)[rows]) == text_tokens(batch, 1).flatten()[rows])
 
 
 def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
@@ -75,9 +74,8 @@ def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
     """
     if task.draft_ids is None:
         return {}
-    count = torch.tensor(len(target), device=target.device)
     covered = torch.isin(task.heads.first_choice(target), task.draft_ids.to(target.device))
-    return {"draft_vocab_coverage": Ratio(covered.sum(), count)}
+    return {"draft_vocab_coverage": mean(covered)}
 
 
 def bucket_name(start: int, end: int | None) -> str:
@@ -112,5 +110,5 @@ def by_position(task: Task, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         first = Pairs(judged.predictions[:1], judged.targets)  # no later prediction is accepted without it
         count, name = chosen.sum(), bucket_name(start, end)
         found[f"loss_at_{name}"] = Ratio(task.losses(part)["loss"].detach(), count)
-        found[f"top1_at_{name}"] = Ratio(task.heads.agreement(first).sum(), count)
+        found[f"top1_at_{name}"] = Ratio(task.heads.compare(first)[1].sum(), count)
     return found

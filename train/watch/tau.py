@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
-from drafters.loop.generate import generate
-from drafters.loop.trace import Trace
+from drafters.loop.generate import Trace, generate
 from drafters.model.files import collect_memory
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
@@ -61,7 +60,7 @@ class HeldoutTau:
 
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
         """``heldout_tau`` (of EAGLE's chain, of Kangaroo), ``heldout_tau_tree`` (EAGLE), and by kind of draft
-        ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.loop.trace defines them.
+        ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.loop.generate defines them.
 
         Raises:
             ValueError: the target cannot be loaded.
