@@ -116,7 +116,6 @@ def load_model(
             dtype=kind,
             revision=revision or "main",
             trust_remote_code=False,
-            attn_implementation="sdpa",
             use_safetensors=True,
             device_map=device_map,
             output_loading_info=True,

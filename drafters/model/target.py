@@ -83,6 +83,8 @@ class TargetModel:
         self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
+        if self.config._attn_implementation == "eager":
+            logging.getLogger(__name__).info("%s has no SDPA: its attention is transformers' eager one", self.name)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
