@@ -101,7 +101,7 @@ def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> 
     source = release(tmp_path / "released", released_config(target), weights, pickled=True)
     with pytest.raises(ValueError, match="does not say its exit layer: give --exit-layer N"):
         convert(source, target.name, tmp_path / "ours")
-    with pytest.raises(ValueError, match="--exit-layer must be between 1 and 3, the layers of .* less one, found 4"):
+    with pytest.raises(ValueError, match="--exit-layer must be between 1 and 3 for .*, found 4"):
         convert(source, target.name, tmp_path / "ours", exit_layer=4)
     main([source, "--target", target.name, "--out", str(tmp_path / "ours"), "--exit-layer", str(EXIT)])
     drafter: Any = load_drafter(str(tmp_path / "ours"), target)

@@ -133,7 +133,7 @@ def test_an_attention_mask_tells_what_is_padding(side: str) -> None:
     assert rows_of(found) == expected
     for wrong, said in (
         (mask[:, :-1], "attention_mask has rows of"),
-        (mask[0], "must be .batch, tokens. of 0 and 1"),
+        (mask[0], "must be whole numbers, .batch, tokens."),
         (torch.tensor([[1, 0, 1, *[0] * 11]] * 3), "zeros between the ones of row 0"),
     ):
         with pytest.raises(ValueError, match=said):
