@@ -1,11 +1,13 @@
 """Tiny models of every family, with the values that released configs have, and what works with each.
 
-    python tests/families.py            # tries all on three prompts of 40 tokens, writes docs/targets.md
+    python tests/families.py              # tries all on three prompts of 40 tokens, and writes docs/targets.md
+    python tests/families.py phi3 gemma2  # prints the rows of these
 
 Each model is saved to a folder and loaded from it, as a released one would be.
 """
 
 import logging
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,11 +65,9 @@ DECODED: dict[str, dict[str, Any]] = {
 }
 STATE, INDEX = "keep .*state", "choose the tokens that they attend to"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **{
-        name: ({}, STATE)
-        for name in ("qwen3_next", "qwen3_5_text", "mamba", "jamba", "falcon_h1", "nemotron_h", "minimax")
-    },
+    **{name: ({}, STATE) for name in ("qwen3_next", "qwen3_5_text", "mamba", "jamba", "falcon_h1", "nemotron_h")},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (LATENT, INDEX)),
+    "minimax": ({}, STATE),
     "bloom": (WIDE, "does not take a tree"),
     "opt": ({}, "does not take|cannot"),
 }
@@ -177,9 +177,8 @@ def page(rows: dict[str, dict[str, str]]) -> str:
     lines = ["| family | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
     lines += [f"| {family} | " + " | ".join(row.values()) + " |" for family, row in rows.items()]
     refused = [f"| {family} | {reason(family)} |" for family in REFUSED]
-    return INTRODUCTION.format(
-        rows="\n".join(lines), refused="\n".join(["| family | why |", "| --- | --- |", *refused])
-    )
+    refused = ["| family | why |", "| --- | --- |", *refused]
+    return INTRODUCTION.format(rows="\n".join(lines), refused="\n".join(refused))
 
 
 def reason(family: str) -> str:
@@ -193,18 +192,19 @@ def reason(family: str) -> str:
 
 INTRODUCTION = """\
 # Which targets work?
-Tried with a tiny model of each family that has the values of released configs (multipliers, caps, windows, latent attention), saved to
-a folder and loaded from it: `python tests/families.py` (three prompts of 40 tokens, float32). A family that is not listed may
-work, too: loading compares a tree of tokens with the model's own forward, and refuses what differs.
+Tried with a tiny model of each family that has the values of released configs (multipliers, caps, windows, latent
+attention), saved to a folder and loaded from it: `python tests/families.py` (three prompts of 40 tokens, float32). A
+family that is not listed may work, too: loading compares a tree of tokens with the model's own forward, and refuses
+what differs.
 
 {rows}
 
-- engine: `fused` runs layers rewritten for decoding (with CUDA graphs on a GPU: `graphs`), `stock` calls the model itself
-- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, and EAGLE's chain and dynamic tree are those of
-  stock `generate`
+- engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself; graphs: a GPU captures `fused`
+- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, and EAGLE's chain and dynamic tree are those
+  of stock `generate`
 - EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
-- Kangaroo needs the first layers alone. *in two parts*: the forward does something between embedding and layers, or after a
-  layer. *its layers alone*: no adapter can be made of its attention
+- Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
+  after a layer. *its layers alone*: no adapter can be made of its attention
 
 ## Refused
 Their states can still be captured (`python -m data_prep.features`), and drafters trained from them.
@@ -216,12 +216,13 @@ Their states can still be captured (`python -m data_prep.features`), and drafter
 def main() -> None:
     """Try all, and write the page."""
     logging.disable(logging.WARNING)
-    rows = {}
-    for family in DECODED:
+    rows: dict[str, dict[str, str]] = {}
+    for family in sys.argv[1:] or DECODED:
         with tempfile.TemporaryDirectory() as folder:
             rows[family] = trial(family, Path(folder), 3, 40)
         print(family, rows[family], flush=True)
-    PAGE.write_text(page(rows), encoding="utf-8")
+    if not sys.argv[1:]:
+        PAGE.write_text(page(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_cross_entropy_of_a_hand_worked_case() -> None:
 @pytest.mark.parametrize("chunk_rows", [1, 7, 512])
 @pytest.mark.parametrize("change", [None, LogitChange(0.25, None), LogitChange(1.0, 0.8), LogitChange(3.0, 2.0)])
 def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, change: LogitChange | None) -> None:
-    """A chunk that is left out, a gradient with the wrong sign or scale; logits of a family that scales or caps them."""
+    """A chunk that is left out, a gradient with the wrong sign or scale; logits that are scaled or capped."""
     lm_head = LMHead(torch.randn(97, 16) / 4, change)
     ours = torch.randn(20, 16, requires_grad=True)
     naive = ours.detach().clone().requires_grad_()

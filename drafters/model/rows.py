@@ -180,8 +180,10 @@ class Rope:
         if self._table is None or self._table[0].shape[0] < upto:
             count = 1 << max(upto - 1, 255).bit_length()
             every = torch.arange(count, device=self._like.device)[None]
-            cos, sin = self._rotary(self._like, position_ids=every)
-            self._table = self._form((cos[0].clone(), sin[0].clone()))
+            angles = self._rotary(self._like, position_ids=every)
+            if not isinstance(angles, tuple):
+                raise ValueError("its RoPE gives no cos and sin; use a head with a Llama layer")
+            self._table = self._form((angles[0][0].clone(), angles[1][0].clone()))
         return self._table
 
 

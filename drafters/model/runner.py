@@ -177,7 +177,10 @@ class Runner:
     ) -> Part:
         """A learned head's part: its layers, over a cache of their own, and what comes before and after them."""
         own = [PartLayer(self.layer(layer), index) for index, layer in enumerate(layers)]
-        return Part(own, enter, leave, self.rope if rotary is None else self._of(rotary))
+        rope = self.rope if rotary is None else self._of(rotary)
+        if not rope.by_length:
+            rope.table(1)  # an error comes here, not in the first step
+        return Part(own, enter, leave, rope)
 
     def run(
         self,

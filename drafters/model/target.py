@@ -237,7 +237,9 @@ class TargetModel:
             ValueError: the memory does not suffice.
         """
         if layers is None and isinstance(self.runner, StockRunner) and not self.runner.scopes:
-            raise ValueError(f"{self.name} can only be captured, not decoded")
+            raise ValueError(
+                f"{self.name} can only be captured, not decoded with drafts; with features, set heldout_answers: given"
+            )
         place: Any = self.device if layers is not None or self._devices is None else self._devices
         if layers is None and self._shapes is not None:
             return KVCache.of(self._shapes, batch, capacity, self.dtype, place)
