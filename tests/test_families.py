@@ -15,6 +15,7 @@ import torch
 from conformance import prompt
 from families import DECODED, PAGE, REFUSED, WIDE, WINDOW, build, decode, trial
 from published import assert_equal, served_features
+from transformers import LlavaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, make_drafter
@@ -177,3 +178,11 @@ def test_a_head_that_drafts_otherwise_than_it_trains_is_refused() -> None:
         use_dialogue_attention(Deaf(config), config)
     with pytest.raises(ValueError, match="run one row at a time it gives something else"):
         Forgetful(config)
+
+
+def test_a_multimodal_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Catches a traceback, or a list of all families that transformers has."""
+    LlavaConfig(text_config={**tiny.tiny_config("llama").to_dict(), "model_type": "llama"}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a multimodal model \(llava\); save its text model \(llama\)") as caught:
+        TargetModel.from_pretrained(str(tmp_path))
+    assert len(str(caught.value)) < 300

@@ -155,6 +155,11 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
         if adapter is None:
             raise
         return load_config_only(adapter[BASE], adapter.get("revision")), adapter
+    if (text := getattr(config, "text_config", None)) is not None:
+        raise ValueError(
+            f"{name} is a multimodal model ({config.model_type}); save its text model ({text.model_type}) to a folder "
+            "of its own, and give that"
+        )
     return config, adapter_config(name, revision)  # beside a config.json, transformers loads the adapter itself
 
 

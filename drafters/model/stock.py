@@ -205,13 +205,17 @@ class StockRunner(Runner):
 class _Given(nn.Module):
     """Takes the place of a model's body, or of its LM head: its output is what it was given."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        self.in_features = self.out_features = width
+        self.replaced = (replaced,)  # in a tuple, so that it is no part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.replaced[0], name)
 
     def forward(self, given: Tensor | None = None, *args: Any, **named: Any) -> Any:
-        hidden = named.get("inputs_embeds", given)
-        return _Output(last_hidden_state=hidden) if "inputs_embeds" in named else hidden
+        if "inputs_embeds" in named:
+            return _Output(last_hidden_state=named["inputs_embeds"])
+        return given
 
 
 class _Output(BaseModelOutputWithPast):
@@ -245,7 +249,7 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
     Found by the model's own forward, with its body and its LM head replaced by modules that hand on what they get.
 
     Raises:
-        ValueError: neither a scale nor a cap gives what it makes.
+        ValueError: neither a scale nor a cap gives what it makes, or it cannot be found.
     """
     bare = copy.copy(model)
     bare._modules = dict(model._modules)
@@ -254,9 +258,13 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
     names = {id(part): name for name, part in model._modules.items()}
     if id(head) not in names or id(body) not in names:
         return None
-    bare._modules[names[id(head)]] = bare._modules[names[id(body)]] = _Given(head.out_features)
+    for part in (head, body):
+        bare._modules[names[id(part)]] = _Given(part)
     given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
-    found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
+    try:
+        found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
     scale, cap = (found[256] / given[256]).item(), None
     if found[-1] < 0.9 * scale * given[-1]:
         cap = found[-1].item()
