@@ -9,9 +9,11 @@ import pytest
 import tiny
 import torch
 from conformance import prompt
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from drafters import TargetModel
+from drafters.config import Engine
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.linear import Product
 from drafters.model.rows import Placed, Rows, Scope
@@ -165,3 +167,9 @@ def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: in
         assert seen.shape[2] == 2 * rows
         for group in range(2):
             assert torch.equal(seen[:, :, group * rows : (group + 1) * rows], mask.expand_as(seen[:, :, :rows]))
+
+
+def test_the_former_name_of_stock() -> None:
+    """Catches configs and scripts of before that no longer run."""
+    assert TypeAdapter(Engine).validate_python("eager") == "stock"
+    assert TargetModel(tiny.build("llama"), engine="eager").engine == "stock"  # type: ignore[arg-type]

@@ -101,7 +101,8 @@ def check_trees(target: "TargetModel") -> None:
     except (TypeError, AttributeError, RuntimeError, KeyError, IndexError, ValueError) as failure:
         told = str(failure).splitlines()[0]
         raise ValueError(f"{name} does not take a tree of tokens: {type(failure).__name__}: {told}") from failure
-    errors = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)  # [1, ROWS]
+    size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # 0 for an embedding of zeros
+    errors = (found - expected).float().norm(dim=-1) / size  # [1, ROWS]
     # By groups: the prompt, the root, what comes behind the bystander. Medians, for rounding sends single rows to other
     # experts.
     off = max(part.median().item() for part in errors[0].split([PROMPT, 2, 3, ROWS - PROMPT - 5]))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -113,8 +114,6 @@ class StockRunner(Runner):
             self.scopes = {}
         self._by_type = getattr(model.config, "layer_types", None) is not None  # masks by type, or one
         self._fused: FusedRunner | None = None
-        self._taps: Taps = {}
-        self._hooked: set[int] = set()
 
     @torch.no_grad()
     def shapes(self) -> list[Shape]:
@@ -146,34 +145,33 @@ class StockRunner(Runner):
             named["position_ids"] = placed.positions()
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
-        for tap in taps:
-            self._hook(tap)
-        self._taps = {start: given} if start else {}
-        with model_time(), attention_kernels(given.device), self._only(start, stop):
-            hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
-        return hidden, {tap: self._taps[tap] for tap in taps}
+        found: Taps = {start: given} if start else {}
+        hooks = [self._hook(tap, found) for tap in taps if tap not in found]
+        try:
+            with model_time(), attention_kernels(given.device), self._only(start, stop):
+                hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return hidden, {tap: found[tap] for tap in taps}
 
     def _own_mask(self, placed: Placed, scope: Scope) -> Tensor | None:
         mask = placed.mask(scope, always=True)
         assert mask is not None
         return additive(mask, 1, self.model.dtype, torch.finfo(self.model.dtype).min) if self._adds else mask
 
-    def _hook(self, tap: int) -> None:
-        """Have the states after ``tap`` layers noted, from now on."""
-        if tap in self._hooked:
-            return
-        self._hooked.add(tap)
+    def _hook(self, tap: int, found: Taps) -> RemovableHandle:
+        """Have the states after ``tap`` layers put into ``found``."""
 
         def after(module: nn.Module, given: Any, output: Any) -> None:
-            self._taps[tap] = output[0] if isinstance(output, tuple) else output
+            found[tap] = output[0] if isinstance(output, tuple) else output
 
         def before(module: nn.Module, given: Any, named: Any) -> None:
-            self._taps[tap] = given[0] if given else named["hidden_states"]
+            found[tap] = given[0] if given else named["hidden_states"]
 
         if tap:
-            self.layers[tap - 1].register_forward_hook(after)
-        else:
-            self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+            return self.layers[tap - 1].register_forward_hook(after)
+        return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
 
     @contextlib.contextmanager
     def _only(self, start: int, stop: int | None) -> Iterator[None]:
