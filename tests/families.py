@@ -68,8 +68,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({}, STATE) for name in ("qwen3_next", "qwen3_5_text", "mamba", "jamba", "falcon_h1", "nemotron_h")},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (LATENT, INDEX)),
     "minimax": ({}, STATE),
-    "bloom": (WIDE, "does not take a tree"),
-    "opt": ({}, "does not take|cannot"),
 }
 
 

@@ -74,6 +74,23 @@ def check_target(target: "TargetModel") -> None:
             raise ValueError(f"{name}: its logits are not what its LM head gives")
 
 
+@torch.no_grad()
+def check_parts(target: "TargetModel", layer: int) -> None:
+    """Raise ValueError unless the first ``layer`` layers and the others, one after the other, are the target."""
+    ids, reason = torch.arange(1, ROWS + 1, device=target.device)[None] % target.vocab_size, ""
+    try:
+        with _settings(target):
+            whole, states = target.run(ids, None).features, target.shallow(ids, None, layer)
+            again = target.run(states, None, start=layer).features
+    except (AttributeError, TypeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+    else:
+        if off(again, whole).median().item() > bound(target):
+            reason = "in two parts it gives something else"
+    if reason:
+        raise ValueError(f"{target.name} cannot be run in two parts, which Kangaroo needs: {reason}; use eagle")
+
+
 def _last_steps(target: "TargetModel", ids: Tensor) -> tuple[Tensor, Tensor]:
     """Values up to ``LOGITS`` in place of the LM head's output, and the logits that the model makes of them."""
 

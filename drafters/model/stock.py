@@ -258,9 +258,10 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
         return None
     for part in (head, body):
         bare._modules[names[id(part)]] = _Given(part)
-    given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
     try:
-        found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
+        with torch.device("cpu"):  # a model without contents is asked, too
+            given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+            found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
     except (RuntimeError, AttributeError, TypeError) as error:
         raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
     scale, cap = (found[256] / given[256]).item(), None

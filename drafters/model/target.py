@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine, Quantization
 from drafters.model.cache import KVCache, Shape
-from drafters.model.check import ROWS, bound, check_target, off
+from drafters.model.check import check_target
 from drafters.model.files import fingerprinted, model_fingerprint, rope_depends_on_length, sliding_windows
 from drafters.model.fused import why_not
 from drafters.model.graphs import GraphRunner, differs_from_layers
@@ -276,21 +276,6 @@ class TargetModel:
         if isinstance(self.runner, StockRunner):
             return self.runner.forward(tokens, cache, rows, stop=stop)[0]
         return self.runner.run(self._part(0, stop), [tokens], cache, rows)[0]
-
-    @torch.no_grad()
-    def check_layer_access(self, layer: int) -> None:
-        """Raise ValueError unless the first ``layer`` layers and the others, one after the other, are the model."""
-        ids = torch.arange(1, ROWS + 1, device=self.device)[None] % self.vocab_size
-        reason = ""
-        try:
-            whole, states = self.run(ids, None).features, self.shallow(ids, None, layer)
-            again = self.run(states, None, start=layer).features
-            if off(again, whole).median().item() > bound(self):
-                reason = "in two parts it gives something else"
-        except (AttributeError, TypeError, RuntimeError, IndexError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-        if reason:
-            raise ValueError(f"{self.name} cannot be run in two parts, which Kangaroo needs: {reason}; use eagle")
 
     def _part(self, start: int, stop: int | None) -> Part:
         """Layers ``start..stop``; from the embedding if there is no layer before, through the norm if none follows."""
