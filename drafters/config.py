@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from drafters.common.wording import read_text, shortened
 
@@ -27,7 +27,11 @@ Amount = Annotated[int, Field(le=100_000_000)]  # tokens, texts or steps of a ru
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # libraries and servers take these; 64 bits overflow in derived seeds
 
 
-Engine = Literal["graphs", "fused", "eager"]
+def _engine(name: object) -> object:
+    return "stock" if name == "eager" else name  # its former name
+
+
+Engine = Annotated[Literal["graphs", "fused", "stock"], BeforeValidator(_engine)]
 Quantization = Literal["int8", "int4"]
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # auto: what the device multiplies fast (precision.py)

@@ -75,7 +75,7 @@ def test_a_head_with_a_bias_drafts_as_published(
     features, following = target.features(text).features[:, :-1], text[:, 1:]
     published = eagle_features(weights, target.config, features[0], target.embed(following)[0])
     logits = published @ target.model.get_output_embeddings().weight.double().T
-    for engine in ("eager", "fused", "graphs"):
+    for engine in ("stock", "fused", "graphs"):
         same = TargetModel.from_pretrained(target.name, "float32", "cpu", engine=engine)
         drafter = load_drafter(str(tmp_path / "ours"), same, tree="chain")
         assert isinstance(drafter, EagleDrafter) and drafter.settings.fc_bias

@@ -125,5 +125,5 @@ def test_where_there_is_no_such_call() -> None:
     target = TargetModel(model_of("llama", torch.bfloat16))
     reads = EagleOptions(inputs=UNSHIFTED)
     assert EagleDrafter(target, EagleHead(target.config, UNSHIFTED), reads)._one_call is None
-    eager = TargetModel(model_of("llama", torch.bfloat16), engine="eager")
+    eager = TargetModel(model_of("llama", torch.bfloat16), engine="stock")
     assert EagleDrafter(eager, EagleHead(eager.config), EagleOptions())._one_call is None

@@ -88,9 +88,10 @@ def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     assert min(there.reads) >= 1
 
 
-def test_without_graphs() -> None:
+@pytest.mark.parametrize("engine", ["fused", "stock"])
+def test_without_graphs(engine: str) -> None:
     """Catches what the graphs' engine hides: masks, positions and RoPE are made outside of any graph here."""
-    found = outcomes("fused", [(method, 1.0) for method in ("autoregressive", "kangaroo", "eagle dynamic")], ONE, 8)
+    found = outcomes(engine, [(method, 1.0) for method in ("autoregressive", "kangaroo", "eagle dynamic")], ONE, 8)
     for run in found.there:
         same(found, run)
     assert found.graphs == 0

@@ -203,10 +203,10 @@ def test_head_for_a_mixture_of_experts_is_dense() -> None:
 def test_a_llama_layer_is_as_wide_as_a_dense_one() -> None:
     """Catches an MLP of one small expert: OLMoE's have half the model's width, and a token uses eight."""
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
     for family, given, wide in (
-        ("olmoe", {"intermediate_size": 32}, 64),  # of an expert
-        ("qwen3_moe", {"intermediate_size": 192, "moe_intermediate_size": 24}, 192),  # of a dense layer
+        ("olmoe", experts | {"intermediate_size": 32}, 64),  # of an expert
+        ("qwen3_moe", experts | {"intermediate_size": 192, "moe_intermediate_size": 24}, 192),  # of a dense layer
         ("qwen3", {"intermediate_size": 80}, 80),
     ):
         config = AutoConfig.for_model(family, **sizes, **given)

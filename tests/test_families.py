@@ -1,7 +1,7 @@
-"""Every family of transformers that looks like Llama from afar: exact, or refused with a reason before hours are spent.
+"""Every family of transformers that takes a tree: exact, or refused with a reason before hours are spent.
 
 Exact: the target decodes what stock ``generate`` does; with a learned head, too; and that head's decoding computes what
-its training does.
+its training does. What works with which family is in docs/targets.md, which tests/families.py writes.
 """
 
 import logging
@@ -12,12 +12,13 @@ from typing import Any, get_args
 import pytest
 import tiny
 import torch
-from conformance import NO_EOS, prompt, rows_of
+from conformance import prompt
+from families import DECODED, PAGE, REFUSED, WIDE, WINDOW, build, decode, trial
 from published import assert_equal, served_features
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import LlavaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from drafters import TargetModel, generate, make_drafter
+from drafters import TargetModel, make_drafter
 from drafters.config import HeadLayer
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
@@ -30,68 +31,19 @@ from train.core.attention import use_dialogue_attention
 from train.preflight.estimate import meta_task
 
 NEW_TOKENS = 12
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
-EXPERTS |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_shared_experts": 1}
-EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-WINDOW = {"sliding_window": tiny.SLIDING_WINDOW}
-WIDE = {"hidden_size": 64}  # where heads are hidden_size / heads wide
-LATENT = WIDE | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16}
-
-HEADS: dict[str, dict[str, Any]] = {  # target and both heads are exact
-    **{name: {} for name in ("llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")},
-    **{name: {} for name in ("olmo2", "phi3", "phimoe", "starcoder2", "nemotron", "granite", "granitemoe", "smollm3")},
-    **{name: {} for name in ("glm", "glm4", "arcee", "seed_oss", "ernie4_5", "apertus")},
-    **dict.fromkeys(("ministral", "exaone4", "cwm"), WINDOW),
-    **dict.fromkeys(("olmoe", "helium", "stablelm"), WIDE),
-}
-NO_HEADS: dict[str, tuple[dict[str, Any], str]] = {  # the target is exact, heads are refused
-    "gemma": ({}, "its embedding is a GemmaTextScaledWordEmbedding, not a plain one"),
-    "gpt_oss": (WINDOW, "scaled_dot_product_attention"),
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "jetmoe": ({}, r"has no \['self_attn.o_proj in its layers'\]"),
-    "olmo": ({}, "no attribute 'weight'"),
-    "olmo3": (WINDOW, "layer_type"),
-    "gemma2": (WINDOW, "caps its logits"),
-    "gemma3_text": (WINDOW, "layer_type"),
-    "cohere": ({}, "its logits are not what its LM head gives"),
-    "cohere2": (WINDOW, "its logits are not what its LM head gives"),
-    "deepseek_v3": (LATENT, "cannot be run layer by layer"),
-    "doge": ({}, "(layer|row) . .*adds something else"),
-    "phi": ({}, r"has no \['norm'\]"),
-    **{name: ({}, "has no .*'embed_tokens'") for name in ("gpt2", "gpt_neox", "opt", "bloom")},
-}
-
-
-def build(family: str, changes: dict[str, Any]) -> Any:
-    if family not in CONFIG_MAPPING_NAMES:
-        pytest.skip(f"this version of transformers has no {family}")
-    options = {**tiny._COMMON, "num_hidden_layers": 2, "sliding_window": None, **EXPERTS, **changes}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
-    for name, weights in model.named_parameters():
-        if weights.dim() == 1 and name.endswith(
-            "weight"
-        ):  # norms start at one and biases at zero, where a fault is unseen
-            weights.data.uniform_(0.5, 1.5)
-        elif weights.dim() == 1:
-            weights.data.normal_(0, 0.3)
-    model.generation_config.eos_token_id = None
-    return model.eval()
-
-
-def exact_target(family: str, changes: dict[str, Any]) -> tuple[TargetModel, list[list[int]]]:
-    """A target that decodes as the stock model does, and what."""
-    model = build(family, changes)
-    ids = torch.tensor([prompt(ROWS)])  # longer than the windows
-    stock = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[:, ROWS:].tolist()
-    target = TargetModel(model, name=family)
-    assert decode(target, make_drafter("autoregressive", target)) == stock
-    return target, stock
-
-
-def decode(target: TargetModel, drafter: Any) -> list[list[int]]:
-    return rows_of(generate(target, drafter, [prompt(ROWS)], max_new_tokens=NEW_TOKENS, eos_token_id=NO_EOS))
+OWN_LAYERS = (
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "olmo2",
+    "phi3",
+    "glm4",
+    "nemotron",
+    "exaone4",
+    "gemma",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,57 +51,62 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
 
 
-@pytest.mark.parametrize("family", HEADS)
-def test_targets_and_heads_are_exact(family: str) -> None:
-    """Catches a family that decodes something else than its model, a head that cannot be built where it could, and one
-    that drafts otherwise than it was trained."""
-    target, stock = exact_target(family, HEADS[family])
+def known(family: str) -> None:
+    if family not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers has no {family}")
+
+
+@pytest.mark.parametrize("family", DECODED)
+def test_a_family_does_what_the_page_says(family: str, tmp_path: Path) -> None:
+    """Catches a family that decodes something else than its model, or that a head no longer fits."""
+    known(family)
+    row = trial(family, tmp_path)
+    assert f"| {family} | {' | '.join(row.values())} |" in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_is_refused_with_a_reason(family: str) -> None:
+    """Catches a traceback from deep inside, garbage, and a model of which not even the states can be captured."""
+    known(family)
+    changes, reason = REFUSED[family]
+    model = build(family, changes)
+    with pytest.raises(ValueError, match=reason):
+        TargetModel(model, name=family)
+    captured = TargetModel(model, name=family, capture_only=True)
+    ids = torch.tensor([prompt(ROWS)])
+    output = captured.features(ids, taps=(1,))
+    torch.testing.assert_close(captured.lm_head(output.features), model(ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match="can only be captured"):
+        captured.new_cache(1, 8)
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_a_head_drafts_as_it_trains(family: str) -> None:
+    """Catches a head of the target's own layers, or of Llama's, that drafts otherwise than it was trained."""
+    target = TargetModel(build(family, DECODED[family]), name=family)
+    expected = decode(target, make_drafter("autoregressive", target), [prompt(ROWS)], NEW_TOKENS)
     states, tokens = torch.randn(1, ROWS, target.hidden_size), torch.tensor([prompt(ROWS, 1)])
     positions = torch.arange(ROWS)[None]
     options = EagleOptions(tree="dynamic", top_k=3, nodes=6)
     layers: tuple[HeadLayer, ...] = get_args(HeadLayer)
     heads = [EagleDrafter(target, EagleHead(target.config, layer=layer), options) for layer in layers]
-    kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0))
-    for drafter in (*heads, kangaroo):
-        assert decode(target, drafter) == stock
-        drafter._cache = target.new_cache(1, 2 * ROWS, layers=1)
     for eagle in heads:
+        assert decode(target, eagle, [prompt(ROWS)], NEW_TOKENS) == expected
+        eagle._cache = target.new_cache(1, 2 * ROWS, 1, eagle._layer)
         trained = eagle.module(states, target.embed(tokens), positions)
         torch.testing.assert_close(eagle._extend(states, tokens), trained, atol=1e-3, rtol=1e-3)
-    trained = kangaroo.module(states, positions)
-    torch.testing.assert_close(
-        target.runner.run(kangaroo._adapter, [states], kangaroo._cache)[0], trained, atol=1e-3, rtol=1e-3
-    )
+    kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0))
+    cache = target.new_cache(1, 2 * ROWS, layers=1)
+    found = target.runner.run(kangaroo._adapter, [states], cache)[0]
+    torch.testing.assert_close(found, kangaroo.module(states, positions), atol=1e-3, rtol=1e-3)
     for kind in (EagleHead, KangarooAdapter):
         use_dialogue_attention(kind(target.config), target.config)  # as at the start of a training
 
 
-@pytest.mark.parametrize("family", NO_HEADS)
-def test_heads_are_refused_with_a_reason(family: str) -> None:
-    """Catches a training that ends after hours in a head that its target cannot draft with, or in a traceback."""
-    changes, reason = NO_HEADS[family]
-    target, _ = exact_target(family, changes)
-    for kind in (EagleHead, KangarooAdapter):
-        for device in ("cpu", "meta"):  # as training does, and as the features' run does beforehand
-            with torch.device(device), pytest.raises(ValueError, match=f"no learned head .*'{family}': .*{reason}"):
-                use_dialogue_attention(kind(target.config), target.config)
-    if family == "gemma":  # whose embedding is scaled, which no layer of a head makes up for
-        with pytest.raises(ValueError, match=f"no learned head .*'{family}': .*{reason}"):
-            EagleHead(target.config, layer="llama")
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_targets_are_refused_with_a_reason(family: str) -> None:
-    """Catches a traceback from deep inside where a family is not supported, and garbage where it is taken for one."""
-    changes, reason = REFUSED[family]
-    with pytest.raises(ValueError, match=reason):
-        TargetModel(build(family, changes), name=family)
-
-
 SGLANG = {"glm4", "gpt_oss", "llama", "mistral", "qwen2", "qwen3"}
 # hidden_size is heads times head_dim, which the official code wants, but for the last one.
-WIDTHS: list[tuple[str, dict[str, Any]]] = [("gpt_oss", NO_HEADS["gpt_oss"][0] | WIDE), ("qwen3", {})]
-WIDTHS += [(name, HEADS[name] | WIDE) for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "glm4", "olmo2")]
+WIDTHS: list[tuple[str, dict[str, Any]]] = [("gpt_oss", WINDOW | WIDE), ("qwen3", {})]
+WIDTHS += [(name, DECODED[name] | WIDE) for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "glm4", "olmo2")]
 
 
 @pytest.mark.parametrize(("family", "changes"), WIDTHS)
@@ -194,7 +151,7 @@ def test_a_llama_layer_turns_by_its_own_rope_in_16_bits() -> None:
     for family in ("olmo2", "glm"):
         target = TargetModel(build(family, {}).bfloat16(), name=family)
         drafter = EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree="chain", depth=2))
-        assert len(decode(target, drafter)[0]) == NEW_TOKENS
+        assert len(decode(target, drafter, [prompt(ROWS)], NEW_TOKENS)[0]) == NEW_TOKENS
 
 
 class Deaf(KangarooAdapter):
@@ -220,3 +177,11 @@ def test_a_head_that_drafts_otherwise_than_it_trains_is_refused() -> None:
         use_dialogue_attention(Deaf(config), config)
     with pytest.raises(ValueError, match="run one row at a time it gives something else"):
         Forgetful(config)
+
+
+def test_a_multimodal_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Catches a traceback, or a list of all families that transformers has."""
+    LlavaConfig(text_config={**tiny.tiny_config("llama").to_dict(), "model_type": "llama"}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a multimodal model \(llava\); save its text model \(llama\)") as caught:
+        TargetModel.from_pretrained(str(tmp_path))
+    assert len(str(caught.value)) < 300

@@ -9,12 +9,14 @@ import pytest
 import tiny
 import torch
 from conformance import prompt
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from drafters import TargetModel
+from drafters.config import Engine
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.linear import Product
-from drafters.model.rows import Placed, Rows
+from drafters.model.rows import Placed, Rows, Scope
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 MORE = {"qwen2": Qwen2Config, "qwen3-moe": Qwen3MoeConfig}
@@ -38,11 +40,11 @@ def build(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *MORE])
-def test_fused_equals_eager(family: str) -> None:
+def test_fused_equals_stock(family: str) -> None:
     """Catches a wrong sign in RoPE, biases left out, rows that attend with another head's keys, windows forgotten."""
     model = build(family)
     outputs = []
-    for engine in ("eager", "fused"):
+    for engine in ("stock", "fused"):
         target = TargetModel(model, engine=engine)  # type: ignore[arg-type]
         assert target.engine == engine
         cache = target.new_cache(2, 40)
@@ -60,8 +62,8 @@ def test_fused_equals_eager(family: str) -> None:
         alone.commit_first([12])
         found += [target.run(new[:1, :3], alone).features, target.lm_head(target.run(new[:1, :1], alone).features)]
         outputs.append(found)
-    for eager, fused in zip(*outputs, strict=True):
-        torch.testing.assert_close(fused, eager, atol=2e-4, rtol=1e-3)
+    for stock, fused in zip(*outputs, strict=True):
+        torch.testing.assert_close(fused, stock, atol=2e-4, rtol=1e-3)
 
 
 def test_weights_are_shared_not_copied(tmp_path: Path) -> None:
@@ -83,22 +85,22 @@ def test_weights_are_shared_not_copied(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), before, rtol=0, atol=0)
 
 
-def test_other_families_run_eager_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_families_run_stock_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     """Catches norms at other places than Llama's silently computed as Llama's, and a warning a layer."""
     common = tiny.tiny_config("llama").to_dict()
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     model = AutoModelForCausalLM.from_config(Olmo2Config(**{key: common[key] for key in keys}), dtype=torch.float32)
     with caplog.at_level(logging.WARNING):
         target = TargetModel(model, name="an olmo")
-    assert target.engine == "eager"
+    assert target.engine == "stock"
     (record,) = [record for record in caplog.records if record.name.startswith("drafters")]
     assert "an olmo" in record.getMessage() and "olmo2" in record.getMessage()
-    with pytest.raises(ValueError, match="engine 'fused' cannot run an olmo: .*olmo2.*use engine 'eager'"):
+    with pytest.raises(ValueError, match="engine 'fused' cannot run an olmo: .*olmo2.*use engine 'stock'"):
         TargetModel(model, name="an olmo", engine="fused")
 
 
 @pytest.mark.parametrize("obstacle", ["hook", "adapter", "attention"])
-def test_changed_layers_run_eager(obstacle: str) -> None:
+def test_changed_layers_run_stock(obstacle: str) -> None:
     """Catches a model's changes (hooks, LoRA's layers, eager attention) ignored, whose output would differ."""
     model = tiny.build("llama")
     layer: Any = model.model.layers[2]
@@ -112,7 +114,7 @@ def test_changed_layers_run_eager(obstacle: str) -> None:
         layer.mlp.up_proj.__class__ = Other
     else:
         model.set_attn_implementation("eager")
-    assert TargetModel(model).engine == "eager"
+    assert TargetModel(model).engine == "stock"
     with pytest.raises(ValueError, match="cannot run"):
         TargetModel(model, engine="fused")
 
@@ -157,7 +159,7 @@ def test_weights_are_not_packed_when_memory_is_short(monkeypatch: pytest.MonkeyP
 def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: int | None) -> None:
     """Catches a kept bias cut at the wrong column, and query heads that get another row's mask."""
     placed = Placed(Rows(offset=offset), lengths, rows, torch.device("cpu"))
-    mask, bias = placed.mask(window), placed.bias(window, 2, torch.float32)
+    mask, bias = placed.mask(Scope(window)), placed.bias(window, 2, torch.float32)
     assert (mask is None) == (bias is None)
     if mask is not None and bias is not None:
         assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
@@ -165,3 +167,9 @@ def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: in
         assert seen.shape[2] == 2 * rows
         for group in range(2):
             assert torch.equal(seen[:, :, group * rows : (group + 1) * rows], mask.expand_as(seen[:, :, :rows]))
+
+
+def test_the_former_name_of_stock() -> None:
+    """Catches configs and scripts of before that no longer run."""
+    assert TypeAdapter(Engine).validate_python("eager") == "stock"
+    assert TargetModel(tiny.build("llama"), engine="eager").engine == "stock"  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from drafters.model.cache import KVCache
 
 
 def make(batch: int, capacity: int = 32) -> KVCache:
-    return KVCache(2, batch, 3, capacity, 4, torch.float32, "cpu")
+    return KVCache([(3, 4, 4)] * 2, batch, capacity, torch.float32, "cpu")
 
 
 def numbered(batch: int, rows: int, first: float) -> torch.Tensor:

@@ -91,7 +91,7 @@ def over_two_devices(family: str, engine: Any) -> TargetModel:
     return target
 
 
-@pytest.mark.parametrize("engine", ["fused", "eager"])
+@pytest.mark.parametrize("engine", ["fused", "stock"])
 @pytest.mark.parametrize("method", ["autoregressive", "static"])
 def test_over_several_devices(method: str, engine: Any) -> None:
     """Catches a cache of one device for layers of two, and rows of an accepted path moved in the first part alone."""

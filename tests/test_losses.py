@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_prep.store.reader import FeatureStore
 from drafters.methods.eagle import EagleHead
-from drafters.model.ends import FrozenEnds
+from drafters.model.ends import FrozenEnds, LMHead
+from drafters.model.stock import LogitChange
 from train.configs import EagleConfig, KangarooConfig
 from train.core import losses
 from train.core.attention import use_dialogue_attention
@@ -88,9 +89,10 @@ def test_cross_entropy_of_a_hand_worked_case() -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 512])
-def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int) -> None:
-    """A chunk that is left out, a gradient with the wrong sign or scale."""
-    lm_head = nn.Linear(16, 97, bias=False).requires_grad_(False)
+@pytest.mark.parametrize("change", [None, LogitChange(0.25, None), LogitChange(1.0, 0.8), LogitChange(3.0, 2.0)])
+def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, change: LogitChange | None) -> None:
+    """A chunk that is left out, a gradient with the wrong sign or scale; logits that are scaled or capped."""
+    lm_head = LMHead(torch.randn(97, 16) / 4, change)
     ours = torch.randn(20, 16, requires_grad=True)
     naive = ours.detach().clone().requires_grad_()
     target = torch.randn(20, 16)

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from drafters import TargetModel
-from drafters.model import target
+from drafters.model import check, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
-from drafters.model.rows import Rope
+from drafters.model.rows import CHAIN, Placed, Rope, Scope
 from drafters.model.runner import FusedRunner
 
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -30,7 +30,7 @@ def load(model: PreTrainedModel, dtype: str, engine: Any = "fused") -> TargetMod
 # ----------------------------------------------------------------------------------------------- right, and must load
 
 
-@pytest.mark.parametrize("engine", ["eager", "fused", "graphs"])
+@pytest.mark.parametrize("engine", ["stock", "fused", "graphs"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "deep"])
 def test_massive_activations_load(family: str, dtype: str, engine: str) -> None:
@@ -42,7 +42,7 @@ def test_massive_activations_load(family: str, dtype: str, engine: str) -> None:
     assert taps[0, 0, CHANNEL] > 0.9 * HEIGHT and taps[0, 1:].abs().max() < HEIGHT / 50
 
 
-@pytest.mark.parametrize("engine", ["eager", "fused"])
+@pytest.mark.parametrize("engine", ["stock", "fused"])
 def test_a_layer_that_adds_nothing_loads(engine: str) -> None:
     """Catches a division by a contribution of zero: layers that were put in to be trained later add nothing."""
     model: Any = tiny.build("llama")
@@ -143,25 +143,38 @@ def build(family: str, with_massive: bool) -> PreTrainedModel:
     return make(family)
 
 
-@pytest.mark.parametrize(("dtype", "with_massive"), [("bfloat16", False), ("bfloat16", True), ("float32", True)])
-@pytest.mark.parametrize("wrong", OURS)
+@pytest.mark.parametrize(
+    ("wrong", "dtype", "with_massive"),
+    [
+        (wrong, dtype, with_massive)
+        for wrong in OURS
+        for dtype, with_massive in (("bfloat16", False), ("bfloat16", True), ("float32", True))
+        if wrong != "one layer of many" or dtype == "float32"  # in 16 bits it is lost in the rounding of 16 layers
+    ],
+)
 def test_wrong_layers_are_refused(wrong: str, dtype: str, with_massive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a tolerance so wide, or a scale so large (a massive activation's), that a wrong layer passes."""
     model = build(SHOWN_BY.get(wrong, "llama"), with_massive)
     load(copy.deepcopy(model), dtype)
     OURS[wrong](monkeypatch)
-    where = rf"layer {DEEP // 2} of {DEEP}" if wrong == "one layer of many" else r"layer \d of 4|row \d|its final norm"
-    with pytest.raises(ValueError, match=rf"it \(\w+\) run layer by layer is not the model: ({where}).*engine: eager"):
+    with pytest.raises(ValueError, match="gives other features over a tree on engine 'fused' .*engine: stock"):
         load(model, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("wrong", ["rope's frequencies", "windows left out"])
+@pytest.mark.parametrize("wrong", ["windows left out", "positions", "a bystander is seen"])
 def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check of the engine "eager" that only compares transformers' layers with themselves."""
-    OURS[wrong](monkeypatch)
-    with pytest.raises(ValueError, match="(layer|row) .* adds something else"):
-        load(build(SHOWN_BY.get(wrong, "llama"), False), dtype, "eager")
+    """Catches a check of the engine "stock" that compares the model only with itself."""
+    load(build("mistral-sliding", False), dtype, "stock")
+    if wrong == "windows left out":
+        monkeypatch.setattr(Scope, "of", lambda self, positions, keys: keys[:, None] >= 0)
+    elif wrong == "positions":
+        right = Placed.positions
+        monkeypatch.setattr(Placed, "positions", lambda self: 2 * right(self))
+    else:
+        monkeypatch.setattr(check, "_bystander", lambda count, device: CHAIN)
+    with pytest.raises(ValueError, match="gives other features over a tree on engine 'stock' than over a text"):
+        load(build("mistral-sliding", False), dtype, "stock")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -180,7 +193,7 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(FusedRunner, "layer", damaged)
-        with pytest.raises(ValueError, match=rf"layer 5 of {DEEP} .*in {dtype} and from the same input"):
+        with pytest.raises(ValueError, match=f"gives other features over a tree .*, in {dtype}"):
             load(copy.deepcopy(model), dtype)
     call = FusedAttention.__call__
 
@@ -189,7 +202,7 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
         return out.roll(1, -1) if hidden.shape[1] == 1 and hidden.dtype != torch.float32 else out
 
     monkeypatch.setattr(FusedAttention, "__call__", single)
-    with pytest.raises(ValueError, match="row 4 adds something else"):
+    with pytest.raises(ValueError, match="gives other features over a tree"):
         load(model, dtype)
 
 
@@ -199,7 +212,7 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
 def _scaled_embedding(model: Any) -> None:
     body, forward = model.model, model.model.forward
 
-    def scaled(input_ids: torch.Tensor, inputs_embeds: None, **rest: Any) -> Any:
+    def scaled(input_ids: torch.Tensor, inputs_embeds: None = None, **rest: Any) -> Any:
         return forward(inputs_embeds=1.5 * body.embed_tokens(input_ids), **rest)
 
     body.forward = scaled
@@ -233,11 +246,11 @@ def _scaled_head(model: Any) -> None:
 
 
 THEIRS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "scaled embedding": (_scaled_embedding, "layer 0 of 4 .* gets something else than its embedding gives"),
+    "scaled embedding": (_scaled_embedding, "other features over a tree"),
     "capped logits": (_of_output("logits", lambda x: 30 * (x / 30).tanh()), "its logits are not what its LM head"),
     "scaled logits": (_of_output("logits", lambda x: x / 8), "its logits are not what its LM head gives"),
-    "scaled features": (_of_output("last_hidden_state", lambda x: x / 8), "its LM head gets something else"),
-    "another LM head": (_scaled_head, "its LM head gives something else"),
+    "scaled features": (_of_output("last_hidden_state", lambda x: x / 8), "other features over a tree"),
+    "another LM head": (_scaled_head, "its logits are not what its LM head gives"),
 }
 
 
@@ -246,10 +259,10 @@ THEIRS: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_models_that_do_more_are_refused(wrong: str, with_massive: bool, dtype: str) -> None:
     """Catches scales and caps of other families decoded as Llama's; the cap although small logits hardly show it."""
     change, message = THEIRS[wrong]
-    for engine in ("eager", "fused"):
+    for engine in ("stock", "fused"):
         model = build("llama", with_massive)
         change(model)
-        if wrong == "another LM head" and engine == "eager":  # which calls the model's own
+        if "logits" not in wrong and engine == "stock":  # which calls the model's own
             load(model, dtype, engine)
             continue
         with pytest.raises(ValueError, match=message):

@@ -134,7 +134,7 @@ def test_eager_attention_equals_sdpa(family: str) -> None:
 def test_rope_table_equals_rotary_embedding(rope: dict[str, Any]) -> None:
     """Catches a table too short, grown wrongly, or kept where the angles depend on the length."""
     model: Any = tiny.build("llama", rope_parameters=rope, num_hidden_layers=1)
-    table = Rope(model.model, model.config, lambda angles: angles)
+    table = Rope(model.model.rotary_emb, model.config, lambda angles: angles, model.model.norm.weight)
     for positions in ([[0, 3, 3, 4], [5, 6, 6, 7]], [[255, 256, 257, 511]], [[1030, 2, 900, 0]]):
         ids = torch.tensor(positions)
         upto = int(ids.max()) + 1

@@ -136,7 +136,7 @@ def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], stor
 @pytest.mark.parametrize("family", ["qwen3", "mistral-sliding", "mixtral"])
 def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
     """A sliding window measured across dialogues of a row, or positions that run on from one to the next."""
-    model = TargetModel(tiny_model(family), engine="eager")
+    model = TargetModel(tiny_model(family), engine="stock")
     generator = torch.Generator().manual_seed(0)
     lengths = [40, 9, 17, 23, 5, 31]
     tokens = [torch.randint(3, model.vocab_size, (length,), generator=generator) for length in lengths]

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from data_prep.configs import TargetKeys
 
 
-def load_target(name: str, config: "TargetKeys", rank: Rank) -> TargetModel:
-    """The target ``name`` on this process's device, or over the GPUs of ``device_map``.
+def load_target(name: str, config: "TargetKeys", rank: Rank, capture_only: bool = False) -> TargetModel:
+    """The target ``name`` on this process's device, or over the GPUs of ``device_map``; ``capture_only`` as there.
 
     Raises ValueError as ``TargetModel.from_pretrained``, or if several processes share a machine's ``device_map``.
     """
@@ -26,7 +26,8 @@ def load_target(name: str, config: "TargetKeys", rank: Rank) -> TargetModel:
     fit_threads()
     refuse_shared_map(rank, config.device_map)
     device = rank.device(config.device) if config.device_map is None else config.device
-    target = TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
+    more: Any = {"device_map": config.device_map, "capture_only": capture_only}
+    target = TargetModel.from_pretrained(name, config.dtype, device, config.revision, **more)
     say_dtype(name, config.dtype, dtype_name(target.dtype), rank)
     return target
 

@@ -55,7 +55,7 @@ def make_stores(config: FeaturesConfig, rank: Rank) -> None:
     chat = load_tokenizer(config.target, config.revision, config.chat_template, start_date(config))
     own = config.model_copy(update={"dtype": target_dtype(config)})
     headers = make_headers(config, chat, own.dtype, config.store_dtype)
-    target = functools.cache(lambda: load_target(config.target, own, rank))
+    target = functools.cache(lambda: load_target(config.target, own, rank, capture_only=True))
     vllm = config.engine == "vllm"
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # the first rank prints for all
         say_dtype(config.target, config.dtype, own.dtype, rank)

@@ -36,7 +36,7 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
     try:
         work.path = temporary / "store"
         check_size(config, [work])
-        target = load_target(config.target, config, Rank())
+        target = load_target(config.target, config, Rank(), capture_only=True)
 
         def dump(served: VLLM | None = None) -> Tokens:
             return write_store(lambda: target, work, config, Rank(), None if served is None else lambda: served)[1]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.cpu import kernels
@@ -253,16 +253,13 @@ class HeadPass:
         return out, [places[at : at + ranks] for at in starts], [probabilities[at : at + ranks] for at in starts]
 
 
-def head_pass(part: "Part", fc: Any, lm_head: Any, embed: nn.Module) -> HeadPass | None:
+def head_pass(part: "Part", fc: Any, lm_head: Any, embeddings: Tensor) -> HeadPass | None:
     """Return the pass of a head in one call; None if one of its parts is not for these kernels."""
     layer, rope = cpu_layer(part.layers[0].layer), part.rope
     if layer is None or len(part.layers) != 1 or rope is None or rope.by_length:
         return None
-    if type(embed) is not nn.Embedding or embed._forward_hooks:
-        return None
     for product in (fc, lm_head):
         if getattr(product, "own", None) is None or (product.bias is not None and product.bias.dtype != torch.bfloat16):
             return None
-    embeddings: Tensor = embed.weight
     fits = embeddings.dtype == torch.bfloat16 and embeddings.device.type == "cpu" and embeddings.is_contiguous()
     return HeadPass(layer, fc, lm_head, embeddings, rope) if fits else None

@@ -25,7 +25,7 @@ from drafters.loop.tree import DraftTree
 from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
-from drafters.model.layers import SERVED, check_head, layer_kind, made, own_rope
+from drafters.model.layers import SERVED, check_head, layer_config, layer_kind, made, own_rope
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import PRIOR, Probability, ShapePolicy, Way
@@ -188,12 +188,13 @@ class EagleDrafter(LearnedDrafter):
             embeddings = states[..., width:] if unshifted else target.embed(tokens)
             return head.enter(states[..., :width], embeddings, fc)
 
-        self._head = target.runner.part(head.layers, enter, rope=own_rope(head, target.config, target.runner.rope))
+        self._head = target.runner.part(head.layers, enter, rotary=own_rope(head, target.config))
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
+        self._layer = layer_config(target.config, head.layer)
         self._one_call = None  # a pass of the head over a draft of one sequence
         if self.inputs == SHIFTED:
-            self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.body.embed_tokens)
+            self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.embedding)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -223,7 +224,7 @@ class EagleDrafter(LearnedDrafter):
 
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
-        self._cache = self.target.new_cache(state.batch, state.cache.capacity, layers=1)
+        self._cache = self.target.new_cache(state.batch, state.cache.capacity, 1, self._layer)
         self._pending = PendingFeatures(output, state.prompt_lengths)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):

@@ -20,6 +20,7 @@ from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask
 from drafters.model.cache import KVCache
+from drafters.model.check import check_parts
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
 from drafters.model.layers import AttentionLayer, check_head, layer_kind, made
 from drafters.model.rows import CHAIN, Rows
@@ -133,6 +134,7 @@ class KangarooDrafter(LearnedDrafter):
         if self.exit_layer >= target.num_layers:
             most = target.num_layers - 1
             raise ValueError(f"exit_layer must be between 1 and {most} for {target.name}, found {self.exit_layer}")
+        check_parts(target, self.exit_layer)
         chain = [[0] * level for level in range(1, self.max_draft_tokens + 1)]
         self.plan = TreePlan(options.paths or chain, target.device)
         self._rows = list(_rows_by_level(self.plan, target.device))

@@ -7,7 +7,7 @@ kernel, with ``DRAFTERS_CPU_KERNELS=0``, without a compiler and without that fol
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from drafters.cpu.kernels import FewRows, Tiles
@@ -60,6 +60,6 @@ def join_layers(layers: "Sequence[PartLayer]", taps: tuple[int, ...]) -> "Sequen
     return layers if _layers is None else _layers.join(layers, taps)
 
 
-def head_pass(part: "Part", fc: Any, lm_head: Any, embed: nn.Module) -> "HeadPass | None":
+def head_pass(part: "Part", fc: Any, lm_head: Any, embeddings: Tensor) -> "HeadPass | None":
     """Return a pass of an EAGLE head (fc, its only layer, LM head, likeliest tokens) as one call, or None."""
-    return None if _layers is None else _layers.head_pass(part, fc, lm_head, embed)
+    return None if _layers is None else _layers.head_pass(part, fc, lm_head, embeddings)

@@ -11,7 +11,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from drafters.common.wording import size_text
 from drafters.model.files import collect_memory, free_memory
 
 SMALL = 1 << 26  # bytes up to which free memory is not checked
+Shape = tuple[int, int, int]  # of a layer: key heads, the width of a key, the width of a value
 Views = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # each layer's keys, and its values
 
 
@@ -59,13 +59,13 @@ class StorageRows:
 
 
 class KVCache:
-    """Keys and values of ``layers`` layers, ``[layers, batch, kv_heads, capacity, head_dim]`` each.
+    """Keys and values of some layers, ``[batch, kv_heads, capacity, width]`` of each.
 
     ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the
     number of accepted tokens on the host anyway, once a step.
 
     Args:
-        device: of all layers, or a list with each layer's; layers that lie together must follow each other.
+        shapes: of each layer. device: of all layers, or a list with each layer's.
         storage: what to use, zeroed; None makes it.
 
     Attributes:
@@ -75,27 +75,24 @@ class KVCache:
 
     def __init__(
         self,
-        layers: int,
+        shapes: list[Shape],
         batch: int,
-        kv_heads: int,
         capacity: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str | list[torch.device],
         storage: Storage | None = None,
     ) -> None:
-        shape = (batch, kv_heads, capacity, head_dim)
         self.storage = storage
-        each = device if isinstance(device, list) else [torch.device(device)] * layers
-        runs = [(place, len(list(run))) for place, run in itertools.groupby(each)]
+        each = device if isinstance(device, list) else [torch.device(device)] * len(shapes)
+        runs = [(kind, len(list(run))) for kind, run in itertools.groupby(zip(shapes, each, strict=True))]
         # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
         if storage is None:
-            zeros = partial(torch.zeros, dtype=dtype)
-            self._parts = [(zeros(n, *shape, device=at), zeros(n, *shape, device=at)) for at, n in runs]
+            self._parts = [
+                tuple(torch.zeros(n, batch, heads, capacity, width, dtype=dtype, device=at) for width in widths)
+                for ((heads, *widths), at), n in runs
+            ]
         else:
             self._parts = [(storage.keys, storage.values)]
-        assert len(each) == layers == sum(len(keys) for keys, _ in self._parts)
-        assert all(keys.shape[1:] == shape for keys, _ in self._parts)
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
         self.ends = torch.zeros(batch, dtype=torch.long)
@@ -118,23 +115,34 @@ class KVCache:
         layers: int | None = None,
         storage: Storage | None = None,
     ) -> "KVCache":
-        """A cache of the shape that ``config``'s attention layers write.
+        """A cache of the shape that ``config``'s attention layers write; raises as ``of``."""
+        return cls.of(config_shapes(config, layers), batch, capacity, dtype, device, storage)
+
+    @classmethod
+    def of(
+        cls,
+        shapes: list[Shape],
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str | list[torch.device],
+        storage: Storage | None = None,
+    ) -> "KVCache":
+        """A cache for layers of these shapes.
 
         Raises:
             ValueError: less memory than it needs.
         """
-        layers = layers or config.num_hidden_layers
-        needed = cache_bytes(config, batch, capacity, dtype, layers)
+        needed = shape_bytes(shapes, batch, capacity, dtype)
         if storage is None and needed > SMALL:
             places = set(device) if isinstance(device, list) else {torch.device(device)}
             if needed > (free := sum(map(free_memory, places))):
                 raise ValueError(
-                    f"a cache of {batch} x {capacity} rows of {layers} layers needs {size_text(needed)} and "
+                    f"a cache of {batch} x {capacity} rows of {len(shapes)} layers needs {size_text(needed)} and "
                     f"{', '.join(map(str, places))} has {size_text(free)} free: lower max_new_tokens, shorten the "
                     "prompts, or decode fewer at once"
                 )
-        kv_heads, head_dim = head_sizes(config)
-        return cls(layers, batch, kv_heads, capacity, head_dim, dtype, device, storage)
+        return cls(shapes, batch, capacity, dtype, device, storage)
 
     def at(self, rows: int, offset: int = 0) -> "KVCache":
         """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""
@@ -152,14 +160,16 @@ class KVCache:
         if starts.count(starts[0]) == len(starts):
             self._new, self._slots = self.views(starts[0], end), None
         else:
-            heads, dim = self._parts[0][0].shape[2], self._parts[0][0].shape[4]
             slots = torch.tensor(starts)[:, None] + torch.arange(end - max(starts))
-            bands = torch.arange(self.batch * heads).view(self.batch, heads, 1)  # a batch row's slots of one head
-            numbers = (bands * self.capacity + slots[:, None]).flatten()
-            spread = [(numbers.to(keys.device),) * len(keys) for keys, _ in self._parts]
-            self._slots = tuple(itertools.chain.from_iterable(spread))
-            keys, values = self._new = self.views(0, self.capacity)
-            self._all = tuple(x.view(-1, dim) for x in keys), tuple(x.view(-1, dim) for x in values)
+            spread: list[Tensor] = []
+            for keys, _ in self._parts:
+                heads = keys.shape[2]
+                bands = torch.arange(self.batch * heads).view(self.batch, heads, 1)  # a batch row's slots of one head
+                spread += [(bands * self.capacity + slots[:, None]).flatten().to(keys.device)] * len(keys)
+            self._slots = tuple(spread)
+            self._new = self.views(0, self.capacity)
+            every_key, every_value = (tuple(x.view(-1, x.shape[-1]) for x in each) for each in self._new)
+            self._all = every_key, every_value
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -172,9 +182,9 @@ class KVCache:
             self._new[1][layer_idx].copy_(value_states)
         else:
             # Not scatter_: in bf16 on a CPU that takes a hundred times as long, for it copies the whole cache.
-            index, dim = self._slots[layer_idx], key_states.shape[-1]
-            self._all[0][layer_idx].index_copy_(0, index, key_states.reshape(-1, dim))
-            self._all[1][layer_idx].index_copy_(0, index, value_states.reshape(-1, dim))
+            index = self._slots[layer_idx]
+            for every, states in zip(self._all, (key_states, value_states), strict=True):
+                every[layer_idx].index_copy_(0, index, states.reshape(-1, states.shape[-1]))
         return self.seen(layer_idx)
 
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -243,7 +253,7 @@ class KVCache:
     @classmethod
     def nothing(cls) -> "KVCache":
         """A cache without room for a single row, in place of None before the first prompt."""
-        return cls(1, 0, 0, 0, 0, torch.float32, "cpu")
+        return cls([], 0, 0, torch.float32, "cpu")
 
 
 class CachePool:
@@ -256,7 +266,7 @@ class CachePool:
 
     def __init__(self, spare: int, forget: Callable[[list[Storage]], object] = lambda storages: None) -> None:
         self._spare, self._forget = spare, forget
-        self._free: dict[tuple[int, int], list[Storage]] = {}  # by batch and layers
+        self._free: dict[tuple[int, tuple[Shape, ...]], list[Storage]] = {}  # by batch and shapes
 
     def take(
         self,
@@ -275,7 +285,7 @@ class CachePool:
             ValueError: less memory than it needs.
         """
         capacity = 1 << max(capacity + self._spare - 1, 511).bit_length()
-        free = self._free.setdefault((batch, layers or config.num_hidden_layers), [])
+        free = self._free.setdefault((batch, tuple(config_shapes(config, layers))), [])
         fitting = [one for one in reversed(free) if one.capacity >= capacity]  # what was used last comes first
         storage = min(fitting, key=lambda one: one.capacity, default=None)
         if storage is not None:
@@ -310,12 +320,25 @@ def cache_bytes(
     config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, layers: int | None = None
 ) -> int:
     """Bytes of a cache of ``capacity`` rows of each batch row, of all layers or of ``layers``."""
+    return shape_bytes(config_shapes(config, layers), batch, capacity, dtype)
+
+
+def config_shapes(config: PretrainedConfig, layers: int | None = None) -> list[Shape]:
+    """What each of ``layers`` (None: all) attention layers of this configuration keeps of a token."""
     kv_heads, head_dim = head_sizes(config)
-    return 2 * (layers or config.num_hidden_layers) * batch * kv_heads * capacity * head_dim * dtype.itemsize
+    return [(kv_heads, head_dim, head_dim)] * (layers or config.num_hidden_layers)
+
+
+def shape_bytes(shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype) -> int:
+    """Bytes of a cache for layers of these shapes."""
+    return sum(heads * (keys + values) for heads, keys, values in shapes) * batch * capacity * dtype.itemsize
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
     """Key heads, and the width of a head."""
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim
+    try:
+        head_dim = getattr(config, "head_dim", None)
+    except RuntimeError:  # transformers' answer where it differs from layer to layer (Gemma 4)
+        head_dim = None
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim or config.hidden_size // heads

@@ -24,6 +24,7 @@ from drafters.config import Amount, Config, Vocabulary
 from drafters.model.fused import FusedLayer
 from drafters.model.linear import Product, draft_dtype
 from drafters.model.runner import Part, model_time
+from drafters.model.stock import LogitChange
 from drafters.model.target import TargetModel
 from drafters.model.weights import fetch
 
@@ -77,11 +78,13 @@ class DraftHead:
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._names: list[int] = [] if ids is None else ids.tolist()
         self._product: Product | None = None
+        self._change: LogitChange | None = None
         self._text: TextTokens | None = None
         kept = draft_dtype(dtype, model.device)
         if ids is None and kept is None and own is None:
             return
         head = own or model.model.get_output_embeddings()
+        self._change = None if own is not None else model.logit_change
         self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
         weight, bias = self._outputs(self.ids)
         self._product = Product(weight, bias, changing=text)
@@ -98,7 +101,8 @@ class DraftHead:
         if self._product is None:
             return self.model.lm_head(features)
         with model_time():
-            return self._product(features)
+            logits = self._product(features)
+        return logits if self._change is None else self._change(logits)
 
     def read(self, rows: Sequence[list[int]]) -> None:
         """Take in the text of each batch row, whose tokens this head's last rows are: before anything is drafted."""
@@ -136,7 +140,9 @@ class DraftHead:
     @property
     def product(self) -> Any:
         """The product that a call is; None where it is not one of these."""
-        return None if self.reads is not None else self._product if self._product is not None else self.model.lm_product
+        if self.reads is not None or self.model.logit_change is not None:
+            return None
+        return self._product if self._product is not None else self.model.lm_product
 
     def spread(self, q: Tensor) -> Tensor:
         """Distributions over the tokens kept, ``[..., width]``, as ones over the vocabulary ``[..., V]``."""

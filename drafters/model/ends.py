@@ -8,10 +8,25 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.hub.checkpoint import TargetIdentity
-from drafters.model.files import load_config_only, resolve_dtype
+from drafters.model.files import load_config_only, meta_model, resolve_dtype
 from drafters.model.layers import layer_kind, made
 from drafters.model.loading import BASE, MERGE, config_and_adapter
+from drafters.model.stock import LogitChange, logit_change
 from drafters.model.weights import NORM, Weights, open_weights, stored_tensors
+
+
+class LMHead(nn.Linear):
+    """Features -> logits, with the scale or cap that the target gives them (``change``)."""
+
+    def __init__(self, weight: Tensor, change: LogitChange | None = None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.change = change
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[..., H]`` -> ``[..., V]``."""
+        logits = super().forward(features)
+        return logits if self.change is None else self.change(logits)
 
 
 @dataclass
@@ -19,7 +34,7 @@ class FrozenEnds:
     """The frozen ends of a target: ``embed`` [V, H], ``lm_head`` [V, H], its config and fingerprint."""
 
     embed: nn.Embedding
-    lm_head: nn.Linear
+    lm_head: LMHead
     config: PretrainedConfig
     fingerprint: str
 
@@ -52,15 +67,16 @@ def load_frozen_ends(
     ``device="meta"``: only their shapes, from the files' headers; the fingerprint all the same.
 
     Raises:
-        ValueError: no such model, or its tensors have other names than Llama's.
+        ValueError: no such model, or one whose embedding, LM head or attention cannot be found in its files.
     """
     weights = _weights(name, revision)
     config = weights.config
     fingerprint, (embedding_name, head_name) = weights.fingerprint(), weights.ends
-    missing = [key for key in dict.fromkeys((embedding_name, head_name, NORM)) if key not in weights.stored]
+    missing = [key for key in dict.fromkeys((embedding_name, head_name)) if key not in weights.stored]
     if missing or fingerprint is None:
-        wanted = missing or ["o_proj of the last layer"]
-        raise ValueError(f"{name}: no tensors named {wanted} in its safetensors files; its names must be Llama's")
+        raise ValueError(f"{name}: no tensors named {missing or ['*.attention.*']} in its safetensors files")
+    if (bias := head_name.replace(".weight", ".bias")) in weights.stored:
+        raise ValueError(f"{name}: its LM head has a bias ({bias}), for which nothing is trained here")
 
     def read(key: str) -> Tensor:
         if str(device) == "meta":
@@ -70,11 +86,8 @@ def load_frozen_ends(
 
     kind = resolve_dtype(dtype)
     embedding = nn.Embedding.from_pretrained(read(embedding_name).to(device, kind), freeze=True)
-    vocab, hidden = embedding.weight.shape
-    lm_head = nn.Linear(hidden, vocab, bias=False, device="meta")
     weight = embedding.weight if head_name == embedding_name else read(head_name).to(device, kind)
-    lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return FrozenEnds(embedding, lm_head, config, fingerprint)
+    return FrozenEnds(embedding, LMHead(weight, logit_change(meta_model(config))), config, fingerprint)
 
 
 def load_norm(

@@ -4,6 +4,7 @@ import copy
 import gc
 import hashlib
 import json
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -63,6 +64,21 @@ def model_fingerprint(config: PretrainedConfig, norm: Tensor, projection_row: Te
         values = values.masked_fill(values.abs() < 2.0**-13, 0.0)
         digest.update(values.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def fingerprinted(config: PretrainedConfig, names: Collection[str]) -> tuple[str, str]:
+    """Return the weights that a fingerprint is of: the final norm, and an attention weight of the last layer.
+
+    Raises:
+        LookupError: there is none.
+    """
+    last = f".{config.num_hidden_layers - 1}."
+    llama = "model.norm.weight", f"model.layers{last}self_attn.o_proj.weight"
+    if set(llama) <= set(names):
+        return llama
+    inner = sorted(name for name in names if last in name and "att" in name and name.endswith(".weight"))
+    outer = sorted(name for name in names if ("norm" in name or "ln_f" in name) and not any(map(str.isdigit, name)))
+    return (outer or inner)[-1], inner[-1]
 
 
 def load_config_only(name: str, revision: str | None = None, may_be_file: bool = False) -> PretrainedConfig:

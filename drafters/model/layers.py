@@ -1,6 +1,7 @@
 """Single layers of a target's own kind, or of Llama's, to build learned heads from, without loading the target."""
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from drafters.config import HeadLayer
 from drafters.model.cache import KVCache, head_sizes
 from drafters.model.files import SUPPORTED
-from drafters.model.rows import Rope
+from drafters.model.runner import Rotary
 
 PROBE = 4  # rows that a new head is tried on
 # Families whose own decoder layer vLLM and SGLang have as a draft layer: Llama's (Qwen2: with biases of q, k and v).
@@ -69,12 +70,12 @@ def layer_config(config: PretrainedConfig, layer: HeadLayer) -> PretrainedConfig
     return config if layer == "target" else layer_kind(config, layer).config
 
 
-def own_rope(head: Any, config: PretrainedConfig, rope: Rope) -> Rope | None:
-    """Return the RoPE of a head's Llama layer; None if its layer is the target's own and uses the target's ``rope``."""
+def own_rope(head: Any, config: PretrainedConfig) -> Rotary | None:
+    """Return the RoPE of a head's Llama layer; None if its layer is the target's own and uses the target's."""
     if head.layer == "target":
         return None
     own = layer_config(config, head.layer)
-    return rope.of(LlamaRotaryEmbedding(own), own)  # type: ignore[arg-type]
+    return Rotary(LlamaRotaryEmbedding(own), own)  # type: ignore[arg-type]
 
 
 def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKind:
@@ -86,6 +87,11 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
     Raises:
         ValueError: no head can be built of the family's layers, or trained on its embedding and LM head.
     """
+    if layer == "llama":
+        llama = llama_config(config)
+        return LayerKind(
+            llama, LlamaDecoderLayer, LlamaAttention, LlamaRotaryEmbedding, LlamaRMSNorm, llama.rms_norm_eps
+        )
     own = copy.deepcopy(config)
     own.num_hidden_layers = 1
     own._attn_implementation = "sdpa"
@@ -93,27 +99,15 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
         own.layer_types = ["full_attention"]
     try:
         with torch.device("meta"):
-            # Of a Llama layer's target only the ends matter: it may be one whose own layers know no SDPA.
-            attention = "sdpa" if layer == "target" else "eager"
-            model: Any = AutoModelForCausalLM.from_config(own, attn_implementation=attention, trust_remote_code=False)
-        body, head = model.model, model.get_output_embeddings()
-        first, embedding, norm = body.layers[0], body.embed_tokens, body.norm
-        own_attention, rotary = first.self_attn, body.rotary_emb
+            model: Any = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", trust_remote_code=False)
+        first, norm = model.model.layers[0], model.model.norm
+        own_attention, rotary = first.self_attn, model.model.rotary_emb
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         experts = any("expert" in name for name, _ in first.named_modules()) or any(
             weights.dim() > 2 for weights in first.parameters()
         )
-        llama = _llama_config(own, experts) if layer == "llama" else None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise no_head(config, error) from error
-    # Training reads their weights from the files and does no more with them than these classes do.
-    if type(embedding) is not nn.Embedding:
-        raise no_head(config, f"its embedding is a {type(embedding).__name__}, not a plain one")
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise no_head(config, "its LM head is not a plain product without a bias")
-    if llama is not None:
-        eps = llama.rms_norm_eps
-        return LayerKind(llama, LlamaDecoderLayer, LlamaAttention, LlamaRotaryEmbedding, LlamaRMSNorm, eps)
     return LayerKind(
         config=own,
         decoder_layer=MistralDecoderLayer if experts else type(first),
@@ -124,36 +118,42 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
     )
 
 
-def _llama_config(target: PretrainedConfig, experts: bool) -> LlamaConfig:
-    """One Llama layer of the target's width, heads, head_dim and RoPE, without biases.
+def llama_config(target: PretrainedConfig) -> LlamaConfig:
+    """One Llama layer of the target's width, without biases; what the target has of heads and RoPE, where Llama can.
 
     Its MLP has the target's ``intermediate_size``. If that of a mixture of experts is below ``2 * hidden_size``, it is
     the size of one expert, and the MLP has ``num_experts_per_tok`` times that size.
 
-    Its RoPE rotates all dimensions of a head, in two halves. Engines compute RoPE that changes with the text's length
+    Heads of latent attention (MLA) become heads of 128. Its
+    RoPE rotates all dimensions of a head, in two halves. Engines compute RoPE that changes with the text's length
     (dynamic, longrope) differently from transformers; it becomes the default RoPE with the same base.
     """
-    inner = target.intermediate_size
-    if experts and inner < 2 * target.hidden_size:
-        inner *= target.num_experts_per_tok
-    given = target.rope_parameters
+    hidden = target.hidden_size
+    inner = getattr(target, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    if inner < 2 * hidden and (chosen := getattr(target, "num_experts_per_tok", None)):
+        inner *= chosen
+    given = getattr(target, "rope_parameters", None) or {}
     given = given.get("full_attention", given)  # some have one for each kind of layer
-    kind = given["rope_type"] if given["rope_type"] in ROPES else "default"
+    kind = given.get("rope_type") if given.get("rope_type") in ROPES else "default"
     found = {key: given[key] for key in ("rope_theta", *ROPES[kind]) if given.get(key) is not None}
+    heads, width = target.num_attention_heads, math.gcd(hidden, 128)
     key_heads, head_dim = head_sizes(target)
+    if getattr(target, "kv_lora_rank", None) is not None:
+        heads, key_heads, head_dim = hidden // width, hidden // width, width
     llama = LlamaConfig(
         vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
+        hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=1,
-        num_attention_heads=target.num_attention_heads,
+        num_attention_heads=heads,
         num_key_value_heads=key_heads,
         head_dim=head_dim,
         max_position_embeddings=target.max_position_embeddings,
         initializer_range=getattr(target, "initializer_range", 0.02),
         rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        rope_parameters={"rope_type": kind, **found},
-        tie_word_embeddings=target.tie_word_embeddings,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **found},
+        tie_word_embeddings=getattr(target, "tie_word_embeddings", False),
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
         pad_token_id=target.pad_token_id,

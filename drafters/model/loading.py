@@ -116,7 +116,6 @@ def load_model(
             dtype=kind,
             revision=revision or "main",
             trust_remote_code=False,
-            attn_implementation="sdpa",
             use_safetensors=True,
             device_map=device_map,
             output_loading_info=True,
@@ -156,12 +155,17 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
         if adapter is None:
             raise
         return load_config_only(adapter[BASE], adapter.get("revision")), adapter
+    if (text := getattr(config, "text_config", None)) is not None:
+        raise ValueError(
+            f"{name} is a multimodal model ({config.model_type}); save its text model ({text.model_type}) to a folder "
+            "of its own, and give that"
+        )
     return config, adapter_config(name, revision)  # beside a config.json, transformers loads the adapter itself
 
 
-def layer_devices(model: Any) -> list[torch.device] | None:
+def layer_devices(model: Any, layers: nn.ModuleList) -> list[torch.device] | None:
     """Return each decoder layer's device; None if the whole model is on one device."""
-    found = [next(layer.parameters()).device for layer in model.model.layers]
+    found = [next(layer.parameters()).device for layer in layers]
     return found if len({weights.device for weights in model.parameters()}) > 1 else None
 
 

@@ -6,8 +6,7 @@ wrote, and the R new ones.
 
 from collections.abc import Callable
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,27 @@ class Rows(NamedTuple):
 CHAIN = Rows()
 
 
+class Scope(NamedTuple):
+    """Which earlier tokens a layer attends to: all, those less than ``window`` back, or those of its own ``chunk``."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def reaches(self, end: int) -> bool:
+        """Return True if the first of ``end`` tokens is seen by the last."""
+        return (self.window is None or end <= self.window) and (self.chunk is None or end <= self.chunk)
+
+    def of(self, positions: Tensor, keys: Tensor) -> Tensor:
+        """Bool ``[B, R, S]``: which keys at ``keys [B, S]`` rows at ``positions [B, R]`` attend to."""
+        if self.window is not None:
+            return near(positions, keys, self.window)
+        assert self.chunk is not None
+        return positions[:, :, None] // self.chunk == keys[:, None] // self.chunk
+
+
+EVERYTHING = Scope()
+
+
 class Placed:
     """``count`` new rows behind ``lengths[b]`` committed ones of each batch row.
 
@@ -70,15 +90,14 @@ class Placed:
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
         return (first + own).expand(len(self.lengths), -1)
 
-    def mask(self, window: int | None = None, always: bool = False) -> Tensor | None:
+    def mask(self, scope: Scope = EVERYTHING, always: bool = False) -> Tensor | None:
         """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one row that sees everything, or a causal
         block with nothing before it.
 
-        ``window``: keys ``window`` or more positions back are hidden. ``always``: no None.
+        ``scope``: other keys are hidden. ``always``: no None.
         """
-        if window is not None and self.end <= window:
-            window = None
-        if self.see is None and window is None and not always and self._needs_no_mask():
+        limited = not scope.reaches(self.end)
+        if self.see is None and not limited and not always and self._needs_no_mask():
             return None
         see = self.see
         if see is None:
@@ -88,8 +107,8 @@ class Placed:
             mask = nn.functional.pad(see, (self.lengths[0], 0), value=True)
         else:
             mask = visible(self._lengths(), see, self.end)
-        if window is not None:
-            mask = mask & near(self.positions(), self._key_positions(), window)
+        if limited:
+            mask = mask & scope.of(self.positions(), self._key_positions())
         return mask[:, None]
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
@@ -107,7 +126,7 @@ class Placed:
             if groups * self.count * (width + self.count) <= _KEPT_VALUES:
                 bias = _chain_bias(self.count, groups, width, dtype, self.device)[..., width - before :]
                 return bias if self.device.type == "cpu" else bias.contiguous()  # CUDA's kernels want it aligned
-        mask = self.mask(window)
+        mask = self.mask(Scope(window))
         return None if mask is None else additive(mask, groups, dtype, float("-inf"))
 
     def _needs_no_mask(self) -> bool:
@@ -130,27 +149,25 @@ class Rope:
     """cos and sin by position.
 
     Args:
-        body: the model's, with its ``rotary_emb``.
+        rotary: a model's module for them. config: its configuration.
         form: what an engine makes of ``[..., D]`` angles, for its layers.
+        like: a weight whose dtype and device they have.
 
     Attributes:
         by_length: whether other angles belong to a longer text.
     """
 
-    def __init__(self, body: Any, config: PretrainedConfig, form: Callable[[Angles], Angles]) -> None:
+    def __init__(
+        self, rotary: nn.Module, config: PretrainedConfig, form: Callable[[Angles], Angles], like: Tensor
+    ) -> None:
         self.by_length = rope_depends_on_length(config)
-        self._body, self._form = body, form
+        self._rotary, self._form, self._like = rotary, form, like
         self._table: Angles | None = None
-
-    def of(self, rotary: nn.Module, config: PretrainedConfig) -> "Rope":
-        """The angles of another RoPE for layers of the same model's engine: a learned head's own."""
-        body = SimpleNamespace(rotary_emb=rotary, norm=self._body.norm, embed_tokens=self._body.embed_tokens)
-        return Rope(body, config, self._form)
 
     def __call__(self, rows: Placed) -> Angles:
         """``[B, R, ...]`` of the rows' positions."""
         if self.by_length:
-            return self._form(self._body.rotary_emb(self._body.norm.weight, position_ids=rows.positions()))
+            return self._form(self._rotary(self._like, position_ids=rows.positions()))
         cos, sin = self.table(rows.end)
         if rows.consecutive:  # a view will do
             first = rows.end - rows.count
@@ -162,9 +179,11 @@ class Rope:
         """``[N, ...]`` of positions 0 to N - 1, N at least ``upto``."""
         if self._table is None or self._table[0].shape[0] < upto:
             count = 1 << max(upto - 1, 255).bit_length()
-            every = torch.arange(count, device=self._body.embed_tokens.weight.device)[None]
-            cos, sin = self._body.rotary_emb(self._body.norm.weight, position_ids=every)
-            self._table = self._form((cos[0].clone(), sin[0].clone()))
+            every = torch.arange(count, device=self._like.device)[None]
+            angles = self._rotary(self._like, position_ids=every)
+            if not isinstance(angles, tuple):
+                raise ValueError("its RoPE gives no cos and sin; use a head with a Llama layer")
+            self._table = self._form((angles[0][0].clone(), angles[1][0].clone()))
         return self._table
 
 

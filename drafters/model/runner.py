@@ -1,30 +1,28 @@
 """The one way to run layers: an engine, chosen once, for ranges of a target's layers and for learned heads.
 
 An engine makes its own of transformers' modules (``layer``, ``norm``, ``linear``), and runs a ``Part`` of them over the
-rows of a cache. Here are "eager", the reference, and "fused"; "graphs" is in graphs.py.
+rows of a cache. Here is "fused"; "graphs" is in graphs.py, and "stock", which runs a target whole, in stock.py.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine
 from drafters.model import backend
 from drafters.model.cache import KVCache
-from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not
+from drafters.model.fused import FusedLayer, FusedNorm, signed
 from drafters.model.linear import Product
-from drafters.model.rows import CHAIN, Angles, Placed, Rope, Rows, additive
+from drafters.model.rows import CHAIN, Angles, Placed, Rope, Rows, Scope, additive
 
 # (hidden states [B, R, H], angles, mask or bias, cache, its layer) -> hidden states
 Layer = Callable[[Tensor, Any, Tensor | None, Any, int], Tensor]
@@ -68,6 +66,7 @@ class Part:
         rope: whose angles its layers turn by; None: the target's.
         captured: forwards of fixed shape that were captured of it.
         joined: by taps, the layers as ``backend.join_layers`` has them; to be cleared when a layer is quantised.
+        runner: what runs it in place of the target's runner.
     """
 
     layers: list[PartLayer]
@@ -76,6 +75,7 @@ class Part:
     rope: Rope | None = None
     captured: dict[Any, Any] = field(default_factory=dict)
     joined: dict[tuple[int, ...], Sequence[PartLayer]] = field(default_factory=dict)
+    runner: "Runner | None" = None
 
     def __post_init__(self) -> None:
         self.windows = frozenset(layer.window for layer in self.layers)
@@ -125,8 +125,15 @@ class StockLayer:
         return states
 
 
+class Rotary(NamedTuple):
+    """A learned head's own RoPE: its module, and the configuration of its layers."""
+
+    module: nn.Module
+    config: PretrainedConfig
+
+
 class Runner:
-    """The engine "eager": transformers' own modules.
+    """Runs layers one by one: here transformers' own, of heads that have a layer of their target's family.
 
     Args:
         model: whose kind of attention, and rotary angles unless they have their own, all parts share.
@@ -137,7 +144,7 @@ class Runner:
         new_cache: ``KVCache.for_config`` of the model's.
     """
 
-    engine: Engine = "eager"
+    engine: Engine
     layer: Callable[[Any], Layer] = StockLayer
     norm: Callable[[Any], Transform] = staticmethod(identity)
     linear: Callable[[Any], Transform] = staticmethod(identity)
@@ -146,19 +153,34 @@ class Runner:
     def __init__(self, model: PreTrainedModel) -> None:
         # Looked up once: an attribute of a config costs a microsecond or more, and this is wanted in every forward.
         self._adds = model.config._attn_implementation == "eager"
-        self.rope = Rope(model.model, model.config, self.angles)
-        self.new_cache: Callable[..., KVCache] = partial(KVCache.for_config, model.config)
+        self._model = model
+        self._rope: Rope | None = None
+        self.new_cache: Callable[..., KVCache] = KVCache.for_config
+
+    @property
+    def rope(self) -> Rope:
+        """The target's RoPE."""
+        if self._rope is None:
+            body: Any = self._model.model
+            self._rope = self._of(Rotary(body.rotary_emb, self._model.config))
+        return self._rope
+
+    def _of(self, rotary: Rotary) -> Rope:
+        return Rope(rotary.module, rotary.config, self.angles, self._model.get_input_embeddings().weight)
 
     def part(
         self,
         layers: Sequence[nn.Module],
         enter: Callable[..., Tensor] = identity,
         leave: Transform = identity,
-        rope: Rope | None = None,
+        rotary: Rotary | None = None,
     ) -> Part:
         """A learned head's part: its layers, over a cache of their own, and what comes before and after them."""
         own = [PartLayer(self.layer(layer), index) for index, layer in enumerate(layers)]
-        return Part(own, enter, leave, rope or self.rope)
+        rope = self.rope if rotary is None else self._of(rotary)
+        if not rope.by_length:
+            rope.table(1)  # an error comes here, not in the first step
+        return Part(own, enter, leave, rope)
 
     def run(
         self,
@@ -178,6 +200,8 @@ class Runner:
         Returns:
             ``[B, R, H]`` and the taps, which later calls leave alone.
         """
+        if part.runner is not None and part.runner is not self:
+            return part.runner.run(part, inputs, cache, rows, taps)
         batch, count = inputs[0].shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
         with model_time():
@@ -201,7 +225,7 @@ class Runner:
         return *rope(rows), rows.positions()
 
     def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
-        mask = rows.mask(window, always=self._adds)
+        mask = rows.mask(Scope(window), always=self._adds)
         # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
         return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask
 
@@ -220,24 +244,6 @@ class FusedRunner(Runner):
 
     def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
         return rows.bias(window, groups, dtype, causal)
-
-
-def fused_or_eager(model: PreTrainedModel, name: str, engine: Engine | None) -> Runner:
-    """Choose what runs a model's layers; graphs are captured of it later.
-
-    Raises:
-        ValueError: its layers cannot be fused though that was asked for.
-    """
-    if engine == "eager":
-        return Runner(model)
-    body: Any = model.model
-    reason = next((reason for layer in body.layers if (reason := why_not(layer, model.config))), None)
-    if reason is None:
-        return FusedRunner(model)
-    if engine is not None:
-        raise ValueError(f"engine {engine!r} cannot run {name}: {reason}; use engine 'eager', or none")
-    logging.getLogger(__name__).warning("%s runs on transformers' own layers, more slowly: %s", name, reason)
-    return Runner(model)
 
 
 class Clock:

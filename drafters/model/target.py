@@ -1,8 +1,7 @@
-"""TargetModel: a stock Hugging Face causal LM run whole or by layer range, over rows of a tree, with one KV cache.
+"""TargetModel: a Hugging Face causal LM run whole or by layer range, over rows of a tree, with one KV cache.
 
-Draft models are TargetModels too. The weights are transformers' own, and so are the decoder layers of the engine
-"eager", the reference; those of the engine "fused" are rewritten for decoding. Loading checks once that what runs here
-agrees with the model's own forward.
+Draft models are TargetModels too. The weights are transformers' own. The engine "stock" calls the model itself; "fused"
+and "graphs" run layers rewritten for decoding. Loading checks once that what runs here is the model.
 """
 
 import logging
@@ -14,14 +13,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine, Quantization
-from drafters.model.cache import KVCache
-from drafters.model.check import check_layers_agree
-from drafters.model.files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
+from drafters.model.cache import KVCache, Shape
+from drafters.model.check import check_target
+from drafters.model.files import fingerprinted, model_fingerprint, rope_depends_on_length, sliding_windows
+from drafters.model.fused import why_not
 from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
 from drafters.model.rows import CHAIN, Rows
-from drafters.model.runner import Part, PartLayer, Runner, fused_or_eager, identity, model_time
+from drafters.model.runner import FusedRunner, Part, PartLayer, Runner, identity, model_time
+from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change
 
 
 @dataclass
@@ -47,20 +48,22 @@ class TargetModel:
         name: what checkpoints and messages call it; default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
         engine: "fused" runs layers rewritten for decoding, "graphs" the same on fixed shapes, captured as CUDA graphs,
-            "eager" transformers' own. None takes the first of graphs (on CUDA), fused and eager that runs the model
-            right. All the same up to rounding; but only "eager" calls the model's modules (and hooks set on them
+            "stock" the model's own forward. None takes the first of graphs (on CUDA), fused and stock that runs the
+            model right. All the same up to rounding; but only "stock" calls the model's modules (and hooks set on them
             later), and on a CPU the others copy the weights, which must not change any more.
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
             AVX-512, where it is read as int8: of a small model it is half of what is left.
 
+        capture_only: load also a model that cannot verify drafts, for ``features`` alone.
+
     Attributes:
         hidden_size: H, the width of a feature. vocab_size: V, rows of the LM head. num_layers: decoder layers.
 
     Raises:
-        ValueError: the model is not built of decoder layers that can be run one by one, running them so does not give
-            its own output, or they cannot be fused though that was asked for.
+        ValueError: the model cannot verify a tree of tokens, what runs here does not give its own output, or its layers
+            cannot be fused though that was asked for.
     """
 
     def __init__(
@@ -70,47 +73,56 @@ class TargetModel:
         revision: str | None = None,
         engine: Engine | None = None,
         quantize: Quantization | None = None,
+        capture_only: bool = False,
     ) -> None:
+        engine = "stock" if str(engine) == "eager" else engine  # its former name
         self.model: Any = model.eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
         self.name = name or model.config.name_or_path or type(model).__name__
         self.revision = revision
         self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
-        self.body: Any = getattr(model, "model", None)
-        body: Any = self.body
-        parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-        missing = [part for part in parts if not hasattr(body, part)]
-        if not missing and not hasattr(getattr(body.layers[-1], "self_attn", None), "o_proj"):
-            missing = ["self_attn.o_proj in its layers"]
-        if missing or not isinstance(model.get_output_embeddings(), nn.Linear):
-            raise ValueError(f"{self.name} ({type(model).__name__}) has no {missing or 'LM head'}; use {SUPPORTED}")
-        if getattr(self.config, "final_logit_softcapping", None):  # small logits would hide it from the check below
-            raise ValueError(f"{self.name} ({type(model).__name__}) caps its logits after the LM head; use {SUPPORTED}")
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
+        if self.config._attn_implementation == "eager":
+            logging.getLogger(__name__).info("%s has no SDPA: its attention is transformers' eager one", self.name)
+        self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.num_layers = len(body.layers)
-        self.windows = sliding_windows(self.config)
-        self.runner = fused_or_eager(model, self.name, engine)
-        self.layers: list[Any] = [self.runner.layer(layer) for layer in body.layers]
-        self.norm = self.runner.norm(body.norm)
-        self._lm_head = self.runner.linear(self.model.get_output_embeddings())
-        self._devices = layer_devices(self.model)
+        self.runner = choose_runner(model, self.name, engine, capture_only)
+        self.body: Any = body_of(model)
+        stock_layers = decoder_layers(self.body)
+        self.num_layers = len(stock_layers)
+        self._devices = layer_devices(self.model, stock_layers)
+        self.layers: list[Any] = []  # of an engine that runs them one by one
+        self._lm_head: Any = model.get_output_embeddings()
+        self.logit_change = logit_change(model)
         self._parts: dict[tuple[int, int | None], Part] = {}
-        check_layers_agree(self)
-        self.runner = self._captured(engine)
+        self._shapes: list[Shape] | None = None
+        if isinstance(self.runner, StockRunner):
+            if self.runner.scopes:
+                self._shapes = self.runner.shapes()
+                check_target(self)
+        else:
+            self.windows = sliding_windows(self.config)
+            self.layers = [self.runner.layer(layer) for layer in stock_layers]
+            self.norm = self.runner.norm(self.body.norm)
+            self._lm_head = self.runner.linear(self._lm_head)
+            check_target(self)
+            self.runner = self._captured(engine)
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
         self.quantize = quantize
         if quantize is not None:
-            self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
-            if self.engine == "eager":
-                raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
-            for fused, layer in zip(self.layers, body.layers, strict=True):
-                fused.quantize(layer, quantize)
-            if isinstance(self._lm_head, Product) and self._lm_head.own is not None:
-                self._lm_head.quantize("int8")
+            self._quantize(quantize, stock_layers)
+
+    def _quantize(self, kind: Quantization, stock_layers: nn.ModuleList) -> None:
+        self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
+        if self.engine == "stock":
+            raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'stock'")
+        for fused, layer in zip(self.layers, stock_layers, strict=True):
+            fused.quantize(layer, kind)
+        if isinstance(self._lm_head, Product) and self._lm_head.own is not None:
+            self._lm_head.quantize("int8")
 
     @classmethod
     def from_pretrained(
@@ -123,6 +135,7 @@ class TargetModel:
         quantize: Quantization | None = None,
         device_map: DeviceMap | None = None,
         cache_tokens: tuple[int, int] = (0, 0),
+        capture_only: bool = False,
     ) -> "TargetModel":
         """Load a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
@@ -137,7 +150,7 @@ class TargetModel:
                 (found before the weights are read).
         """
         model, fingerprint = load_model(name, dtype, device, revision, device_map, cache_tokens)
-        target = cls(model, name=str(name), revision=revision, engine=engine, quantize=quantize)
+        target = cls(model, str(name), revision, engine, quantize, capture_only)
         target.source, target._fingerprint = str(name), fingerprint or target._fingerprint
         return target
 
@@ -149,12 +162,12 @@ class TargetModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go in and logits come out."""
-        return self.body.embed_tokens.weight.device
+        return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and hidden states."""
-        return self.body.norm.weight.dtype
+        return self.embedding.dtype
 
     @property
     def max_context(self) -> int:
@@ -173,7 +186,7 @@ class TargetModel:
         """Bytes of weights that decoding one token reads: not other tokens' embeddings, nor experts not chosen."""
         total = 0
         for name, weights in self.model.named_parameters():
-            if weights is self.body.embed_tokens.weight and weights is not self.model.get_output_embeddings().weight:
+            if weights is self.embedding and weights is not self.model.get_output_embeddings().weight:
                 continue
             chosen = 1.0
             if ".experts." in name:
@@ -193,12 +206,12 @@ class TargetModel:
         """
         if self._fingerprint is not None:
             return self._fingerprint
-        last = self.body.layers[-1].self_attn.o_proj.weight
-        return model_fingerprint(self.config, self.body.norm.weight, last[0])
+        norm, projection = fingerprinted(self.config, [name for name, _ in self.model.named_parameters()])
+        return model_fingerprint(self.config, self.model.get_parameter(norm), self.model.get_parameter(projection)[0])
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``[...]`` ids -> ``[..., H]``."""
-        return self.body.embed_tokens(tokens)
+        """``[...]`` ids -> the rows of the embedding ``[..., H]``, without the scale that some families give them."""
+        return nn.functional.embedding(tokens, self.embedding)
 
     def lm_head(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` -> logits ``[..., V]``."""
@@ -206,21 +219,31 @@ class TargetModel:
             if self._devices is not None:  # whose last is not the first
                 head = self.model.get_output_embeddings().weight.device
                 features = features.to(head)
-            return self._lm_head(features).to(self.device)
+            logits = self._lm_head(features).to(self.device)
+            return logits if self.logit_change is None else self.logit_change(logits)
 
     @property
     def lm_product(self) -> Product | None:
         """``lm_head`` as a product of this package; None where it is not one."""
-        return self._lm_head if isinstance(self._lm_head, Product) else None
+        return self._lm_head if isinstance(self._lm_head, Product) and self.logit_change is None else None
 
-    def new_cache(self, batch: int, capacity: int, layers: int | None = None) -> KVCache:
-        """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of ``layers`` like them.
+    def new_cache(
+        self, batch: int, capacity: int, layers: int | None = None, config: PretrainedConfig | None = None
+    ) -> KVCache:
+        """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of ``layers`` layers of
+        ``config`` (None: the target's).
 
         Raises:
             ValueError: the memory does not suffice.
         """
-        spread = self._devices if layers is None else None
-        return self.runner.new_cache(batch, capacity, self.dtype, spread or self.device, layers)
+        if layers is None and isinstance(self.runner, StockRunner) and not self.runner.scopes:
+            raise ValueError(
+                f"{self.name} can only be captured, not decoded with drafts; with features, set heldout_answers: given"
+            )
+        place: Any = self.device if layers is not None or self._devices is None else self._devices
+        if layers is None and self._shapes is not None:
+            return KVCache.of(self._shapes, batch, capacity, self.dtype, place)
+        return self.runner.new_cache(config or self.config, batch, capacity, self.dtype, place, layers)
 
     def features(
         self, input_ids: Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
@@ -244,10 +267,14 @@ class TargetModel:
             rows: their mask and positions; by default a chain.
             taps: hidden states to hand out, by the number of layers before them.
         """
+        if isinstance(self.runner, StockRunner):
+            return FeatureOutput(*self.runner.forward(given, cache, rows, taps, start))
         return FeatureOutput(*self.runner.run(self._part(start, None), [given], cache, rows, taps))
 
-    def shallow(self, tokens: Tensor, cache: KVCache, stop: int, rows: Rows = CHAIN) -> Tensor:
+    def shallow(self, tokens: Tensor, cache: KVCache | None, stop: int, rows: Rows = CHAIN) -> Tensor:
         """Hidden states ``[B, R, H]`` after the first ``stop`` layers alone, from where ``run`` can go on."""
+        if isinstance(self.runner, StockRunner):
+            return self.runner.forward(tokens, cache, rows, stop=stop)[0]
         return self.runner.run(self._part(0, stop), [tokens], cache, rows)[0]
 
     def _part(self, start: int, stop: int | None) -> Part:
@@ -273,10 +300,8 @@ class TargetModel:
         asked = engine == "graphs"
         if not asked and (engine is not None or self.device.type != "cuda"):
             return self.runner
-        reason = None
-        if self.engine == "eager":
-            reason = "its layers are transformers' own"
-        elif self.runner.rope.by_length:
+        reason: str | None
+        if self.runner.rope.by_length:
             reason = "its RoPE changes with the length"
         elif self._devices is not None:
             reason = "it spans several devices"
@@ -287,6 +312,27 @@ class TargetModel:
                 return GraphRunner(self.model, trial)  # another: the trial's caches are no use to anybody
             if asked:
                 raise ValueError(f"engine 'graphs' cannot run {self.name}: {reason}; use engine 'fused', or none")
-        if asked or self.engine != "eager":
-            logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
+        logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
         return self.runner
+
+
+def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capture_only: bool) -> Runner:
+    """Choose what runs a model; graphs are captured of it later.
+
+    Raises:
+        ValueError: its layers cannot be fused though that was asked for, or cannot verify a tree.
+    """
+    if engine != "stock":
+        reasons = [found for layer in decoder_layers(body_of(model)) if (found := why_not(layer, model.config))]
+        if not reasons:
+            return FusedRunner(model)
+        if engine is not None:
+            raise ValueError(f"engine {engine!r} cannot run {name}: {reasons[0]}; use engine 'stock', or none")
+        logging.getLogger(__name__).warning("%s runs on its own forward, more slowly: %s", name, reasons[0])
+    try:
+        return StockRunner(model, capture_only)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} ({type(model).__name__}) cannot verify drafts: {error}; its states can be captured and "
+            "drafters trained from them"
+        ) from None

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from drafters.common.paths import readable
 from drafters.common.wording import shortened
-from drafters.model.files import meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
+from drafters.model.files import fingerprinted, meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
@@ -52,9 +52,15 @@ class Weights:
     @property
     def ends(self) -> tuple[str, str]:
         """Names of the embedding and the LM head. Tied ends are one tensor, under either name."""
+        embedding, head = EMBEDDING, LM_HEAD
+        if not {EMBEDDING, LM_HEAD} & self.stored.keys():  # a family with other names than Llama's
+            model = meta_model(self.config)
+            names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
+            ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
+            embedding, head = (names[id(end.weight)] for end in ends)
         if not getattr(self.config, "tie_word_embeddings", False):
-            return EMBEDDING, LM_HEAD
-        tied = EMBEDDING if EMBEDDING in self.stored or LM_HEAD not in self.stored else LM_HEAD
+            return embedding, head
+        tied = embedding if embedding in self.stored or head not in self.stored else head
         return tied, tied
 
     def path(self, key: str) -> str:
@@ -83,13 +89,17 @@ class Weights:
     def fingerprint(self) -> str | None:
         """``TargetModel.fingerprint`` of these files: of quantised weights, of the values as they are stored.
 
-        None where the tensors have other names than Llama's.
+        None where none belongs to the attention of its last layer.
         """
-        if (projection := self.projection) is None or NORM not in self.stored:
-            return None
+        norm, projection = NORM, self.projection
+        if projection is None or norm not in self.stored:
+            try:
+                norm, projection = fingerprinted(self.config, self.stored)
+            except LookupError:
+                return None
         with safe_open(fetch(self.name, self.stored[projection].file, self.revision), framework="pt") as file:
             row = file.get_slice(projection)[0:1][0]
-        return model_fingerprint(self.config, self.read(NORM), row)
+        return model_fingerprint(self.config, self.read(norm), row)
 
 
 def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> Weights:

@@ -64,7 +64,7 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank
     more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (batch, tokens)}
     target = TargetModel.from_pretrained(*place, chosen.engine, chosen.quantize, **more)
     say_dtype(chosen.path, chosen.dtype, dtype_name(target.dtype), rank)
-    stock = TargetModel.from_pretrained(*place, "eager", **more) if chosen.quantize else target
+    stock = TargetModel.from_pretrained(*place, "stock", **more) if chosen.quantize else target
     return Models(target, chosen.engine, stock)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.model.ends import LMHead
 from train.core import losses
 from train.core.config import TrainConfig
 from train.core.losses import Pairs, TopK, default_chunk_rows
@@ -22,7 +23,7 @@ class LMHeads:
         limit: rows of logits at a time; None: by the device.
     """
 
-    def __init__(self, config: TrainConfig, target: nn.Linear) -> None:
+    def __init__(self, config: TrainConfig, target: LMHead) -> None:
         self.config, self.target = config, target
         self.own: Sequence[nn.Linear] = ()
         self.ids: Tensor | None = None
@@ -35,14 +36,11 @@ class LMHeads:
     # ------------------------------------------------------------------------------------------- the loss
 
     @cached_property
-    def sliced(self) -> nn.Linear:
+    def sliced(self) -> LMHead:
         """The target's LM head with the rows of ``ids`` only: a copy, on the device of its first use."""
         if self.ids is None:
             return self.target
-        ids = self.ids.to(self.target.weight.device)
-        part = nn.Linear(self.target.in_features, len(ids), bias=False, device="meta")
-        part.weight = nn.Parameter(self.target.weight[ids], requires_grad=False)
-        return part
+        return LMHead(self.target.weight[self.ids.to(self.target.weight.device)], self.target.change)
 
     def places(self, tokens: Tensor) -> Tensor:
         """Token ids (int64) -> their rows in ``sliced``; -1 for tokens outside it."""

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.model.stock import LogitChange
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -167,7 +169,7 @@ def divergence_sum(
 
     Args:
         pairs: of n tokens.
-        lm_head: the target's LM head, or some of its rows; without a bias.
+        lm_head: the target's LM head, or some of its rows; without a bias. Its scale or cap is not for ``own``.
         divergence: one of those above.
         top_k: a term to add.
         chunk_rows: rows of logits in memory at a time.
@@ -177,7 +179,7 @@ def divergence_sum(
     Returns:
         float32 ``[S]``.
     """
-    given = pairs.predictions, pairs.targets, pairs.weights, lm_head.weight
+    given = pairs.predictions, pairs.targets, pairs.weights, lm_head.weight, getattr(lm_head, "change", None)
     sums: Tensor = _Divergence.apply(*given, divergence, top_k, chunk_rows, *own)
     return sums
 
@@ -224,6 +226,7 @@ class _Divergence(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor | None,
         weight: Tensor,
+        change: LogitChange | None,
         divergence: Divergence,
         top_k: TopK | None,
         chunk_rows: int,
@@ -232,7 +235,7 @@ class _Divergence(torch.autograd.Function):
         heads = own or [weight] * len(predictions)
         wide = torch.promote_types(predictions.dtype, torch.float32)
         # Summed over the chunks in float32, as gradients are over micro-batches.
-        wanted = zip(own, ctx.needs_input_grad[7:], strict=True)
+        wanted = zip(own, ctx.needs_input_grad[8:], strict=True)
         own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
         totals = torch.zeros(len(predictions), dtype=wide, device=predictions.device)
         gradient = torch.empty_like(predictions)
@@ -240,11 +243,14 @@ class _Divergence(torch.autograd.Function):
         for start in range(0, len(targets), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
-            p, known = _distribution(targets[rows], weight, wide)
+            p, known = _distribution(targets[rows], weight, change, wide)
             chosen = None if top_k is None else top_k.choose(p)
             for k, (total, ours, slopes) in enumerate(zip(totals, predictions, gradient, strict=True)):
                 each = None if weights is None else weights[k, rows].to(wide)
-                log_q = F.linear(ours[rows], heads[k]).log_softmax(-1, dtype=wide)
+                logits = F.linear(ours[rows], heads[k])
+                changed = None if change is None or own else change(logits)
+                log_q = (logits if changed is None else changed).log_softmax(-1, dtype=wide)
+                del logits
                 if chosen is None:
                     part, slope = divergence(p, log_q, weight.dtype, each)
                 else:
@@ -253,6 +259,8 @@ class _Divergence(torch.autograd.Function):
                 slope = slope.to(weight.dtype) if known is None else slope.to(weight.dtype).mul_(known)
                 if each is not None:
                     slope.mul_(each[:, None])
+                if change is not None and changed is not None:
+                    slope.mul_(change.slope(changed))
                 torch.mm(slope, heads[k], out=slopes[rows])
                 if own and (own_gradient := own_gradients[k]) is not None:
                     own_gradient += torch.mm(slope.T, ours[rows])
@@ -264,7 +272,7 @@ class _Divergence(torch.autograd.Function):
         gradient, *own = ctx.saved_tensors
         pairs = zip(own, grads[0], strict=False)
         of_own = [None if part is None else (part * each).to(gradient.dtype) for part, each in pairs]
-        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 6, *of_own
+        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 7, *of_own
 
 
 def _with_top_k(
@@ -279,9 +287,10 @@ def _with_top_k(
     return part + more, slope
 
 
-def _distribution(targets: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Any]:
+def _distribution(targets: Tensor, weight: Tensor, change: LogitChange | None, wide: torch.dtype) -> tuple[Tensor, Any]:
     """p ``[n, V]`` of features; or of tokens, with a column that is 0 for tokens outside the LM head's ``[n, 1]``."""
     if targets.is_floating_point():
-        return F.linear(targets, weight).softmax(-1, dtype=wide), None
+        logits = F.linear(targets, weight)
+        return (logits if change is None else change(logits)).softmax(-1, dtype=wide), None
     known = (targets >= 0).to(wide)[:, None]
     return known.new_zeros(len(targets), len(weight)).scatter_(1, targets.clamp_min(0)[:, None], known), known

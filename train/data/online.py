@@ -181,5 +181,5 @@ def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
     quiet_in_log_files()
     place: dict[str, Any] = {"device_map": data.target_device_map} if data.target_device_map else {"device": device}
     return TargetModel.from_pretrained(
-        config.target, data.target_dtype, revision=config.revision, engine="eager", **place
+        config.target, data.target_dtype, revision=config.revision, engine="stock", capture_only=True, **place
     )

@@ -54,7 +54,7 @@ class Boosting:
         texts = [span.of(batch.input_ids).numpy().tobytes() for span in batch.spans]
         if any(text not in self._trained for text in texts):
             device = self.heads.target.weight.device
-            load = partial(TargetModel.from_pretrained, dtype=self.dtype, device=device, engine="eager")
+            load = partial(TargetModel.from_pretrained, dtype=self.dtype, device=device, engine="stock")
             self._models = self._models or [load(name) for name in self.options.after]
             # Spread evenly, and the same in every epoch: multiples of the golden ratio's fraction.
             found = batch.position_ids * 0.6180339887 % 1 < self.options.keep

@@ -19,8 +19,9 @@ from transformers.modeling_utils import local_torch_dtype
 
 from data_prep.store.reader import StoredDialogue
 from drafters.common.wording import size_text
-from drafters.model.ends import FrozenEnds
+from drafters.model.ends import FrozenEnds, LMHead
 from drafters.model.files import free_memory, meta_model, resolve_device, resolve_dtype
+from drafters.model.stock import logit_change
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
@@ -37,10 +38,9 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
     """Embeddings and LM head of a target of this configuration, without contents, or random on another device."""
     vocab, hidden = config.vocab_size, config.hidden_size
     embed = nn.Embedding(vocab, hidden, device=device, dtype=dtype).requires_grad_(False)
-    lm_head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype).requires_grad_(False)
-    if config.tie_word_embeddings:
-        lm_head.weight = embed.weight
-    return FrozenEnds(embed, lm_head, config, "")
+    own = torch.randn(vocab, hidden, device=device, dtype=dtype)
+    change = logit_change(meta_model(config))
+    return FrozenEnds(embed, LMHead(embed.weight if config.tie_word_embeddings else own, change), config, "")
 
 
 class RandomStore:

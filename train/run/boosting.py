@@ -63,7 +63,7 @@ def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int)
     inputs.ends.to(device)
     heads = LMHeads(run, inputs.ends.lm_head)
     names = list(dict.fromkeys(name for names in lists.values() for name in names))
-    models = {name: TargetModel.from_pretrained(name, dtype_of(run), device, engine="eager") for name in names}
+    models = {name: TargetModel.from_pretrained(name, dtype_of(run), device, engine="stock") for name in names}
     totals = {name: [0] * len(names) for name, names in lists.items()}
     rows = 0
     for index in first_dialogues(inputs.heldout, run.heldout_tokens):

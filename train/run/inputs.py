@@ -34,7 +34,7 @@ class Inputs:
             return
         self.target = self.train.target = self.heldout.target = target = load_target(config, device)
         shared: Any = (
-            (self.ends.embed, target.body.embed_tokens),
+            (self.ends.embed, target.model.get_input_embeddings()),
             (self.ends.lm_head, target.model.get_output_embeddings()),
         )
         for ours, theirs in shared:  # the two largest matrices, if dtype and device are the same

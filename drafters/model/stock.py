@@ -1,0 +1,275 @@
+"""The engine "stock": the model's own forward over a tree of new rows, whatever its layers do.
+
+transformers' models take a mask, positions and a cache from their caller. Nothing else is needed to verify a draft, so
+scaled embeddings, capped logits, norms in any order, sinks, latent attention and routers need no code here.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from drafters.config import Engine
+from drafters.model.cache import KVCache, Shape
+from drafters.model.fused import why_not
+from drafters.model.rows import CHAIN, Placed, Rows, Scope, additive
+from drafters.model.runner import FusedRunner, Part, Runner, Taps, attention_kernels, identity, model_time
+
+WITHOUT_ROWS = {
+    "linear_attention": "keep one running state, from which no rejected token can be taken back",
+    "hybrid": "keep a running state beside attention, from which no rejected token can be taken back",
+    "mamba": "keep one running state, from which no rejected token can be taken back",
+    "conv": "keep one running state, from which no rejected token can be taken back",
+    "indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree",
+}
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """Return what a causal LM has below its LM head."""
+    return getattr(model, "model", None) or model.base_model
+
+
+def decoder_layers(body: Any) -> nn.ModuleList:
+    """Return the decoder layers: the longest list of modules."""
+    return max((part for part in body.modules() if isinstance(part, nn.ModuleList)), key=len)
+
+
+def scopes(config: PretrainedConfig) -> dict[str, Scope]:
+    """Return which earlier tokens each type of layer attends to.
+
+    Raises:
+        ValueError: a type that cannot verify a tree.
+    """
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    known = {
+        "full_attention": Scope(),
+        "sliding_attention": Scope(window=window),
+        "chunked_attention": Scope(chunk=chunk),
+    }
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return {"": Scope(window=window)}
+    for kind in types:
+        if kind not in known:
+            raise ValueError(f"its layers of type {kind} {WITHOUT_ROWS.get(kind, 'are not known to take a tree')}")
+    return {kind: known[kind] for kind in dict.fromkeys(types)}
+
+
+class LayerCache(Cache):
+    """A ``KVCache`` as transformers' layers see it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(layers=[])
+        self.rows = cache
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new rows; return all up to the last."""
+        return self.rows.update(keys, values, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the rows before the new ones; asked by models that count positions, which are given to them."""
+        return max(self.rows.lengths, default=0)
+
+
+class _Shapes(Cache):
+    """Notes what each layer would keep."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.found: dict[int, Shape] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.found[layer_idx] = (keys.shape[1], keys.shape[3], values.shape[3])
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class StockRunner(Runner):
+    """The engine "stock".
+
+    Attributes:
+        layers: the model's decoder layers.
+        scopes: by the type of layer, which tokens it attends to; empty for a model that can only be captured.
+    """
+
+    engine: Engine = "stock"
+
+    def __init__(self, model: PreTrainedModel, capture_only: bool = False) -> None:
+        super().__init__(model)
+        self.model, self.body = model, body_of(model)
+        self.layers = decoder_layers(self.body)
+        try:
+            self.scopes = scopes(model.config)
+        except ValueError:
+            if not capture_only:
+                raise
+            self.scopes = {}
+        self._by_type = getattr(model.config, "layer_types", None) is not None  # masks by type, or one
+        self._fused: FusedRunner | None = None
+
+    @torch.no_grad()
+    def shapes(self) -> list[Shape]:
+        """What each layer keeps of a token: key heads, the width of a key and of a value; zeros where nothing."""
+        seen = _Shapes()
+        device = self.model.get_input_embeddings().weight.device
+        self.body(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), past_key_values=seen, use_cache=True)
+        return [seen.found.get(index, (0, 0, 0)) for index in range(len(self.layers))]
+
+    def forward(
+        self,
+        given: Tensor,
+        cache: KVCache | None,
+        rows: Rows = CHAIN,
+        taps: tuple[int, ...] = (),
+        start: int = 0,
+        stop: int | None = None,
+    ) -> tuple[Tensor, Taps]:
+        """As ``TargetModel.run``; with ``stop``, the states after that many layers."""
+        batch, count = given.shape[:2]
+        lengths = cache.lengths if cache is not None else [0] * batch
+        placed = Placed(rows, lengths, count, given.device)
+        if cache is not None:
+            cache.at(count, rows.offset)
+        named: dict[str, Any] = {"input_ids" if given.dim() == 2 else "inputs_embeds": given}
+        if cache is not None or rows is not CHAIN:
+            masks = {name: self._own_mask(placed, scope) for name, scope in self.scopes.items()}
+            named["attention_mask"] = masks if self._by_type else masks[""]
+            named["position_ids"] = placed.positions()
+        if cache is not None:
+            named["past_key_values"] = LayerCache(cache)
+        found: Taps = {start: given} if start else {}
+        hooks = [self._hook(tap, found) for tap in taps if tap not in found]
+        try:
+            with model_time(), attention_kernels(given.device), self._only(start, stop):
+                hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return hidden, {tap: found[tap] for tap in taps}
+
+    def _own_mask(self, placed: Placed, scope: Scope) -> Tensor | None:
+        mask = placed.mask(scope, always=True)
+        assert mask is not None
+        return additive(mask, 1, self.model.dtype, torch.finfo(self.model.dtype).min) if self._adds else mask
+
+    def _hook(self, tap: int, found: Taps) -> RemovableHandle:
+        """Have the states after ``tap`` layers put into ``found``."""
+
+        def after(module: nn.Module, given: Any, output: Any) -> None:
+            found[tap] = output[0] if isinstance(output, tuple) else output
+
+        def before(module: nn.Module, given: Any, named: Any) -> None:
+            found[tap] = given[0] if given else named["hidden_states"]
+
+        if tap:
+            return self.layers[tap - 1].register_forward_hook(after)
+        return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+
+    @contextlib.contextmanager
+    def _only(self, start: int, stop: int | None) -> Iterator[None]:
+        """Leave out the layers before ``start`` and from ``stop`` on, and with ``stop`` the final norm."""
+        if start == 0 and stop is None:
+            yield
+            return
+        norm = self.body.norm
+        try:
+            self.body.layers = self.layers[start:stop]
+            if stop is not None:
+                self.body.norm = nn.Identity()
+            yield
+        finally:
+            self.body.layers, self.body.norm = self.layers, norm
+
+    def part(self, layers: Any, enter: Any = identity, leave: Any = identity, rotary: Any = None) -> Part:
+        """A learned head's part, on fused layers where its layers allow it."""
+        config = self.model.config if rotary is None else rotary.config
+        if any(why_not(layer, config) for layer in layers):
+            return super().part(layers, enter, leave, rotary)
+        if self._fused is None:
+            self._fused = FusedRunner(self.model)
+        part = self._fused.part(layers, enter, leave, rotary)
+        part.runner = self._fused
+        return part
+
+
+class _Given(nn.Module):
+    """Takes the place of a model's body, or of its LM head: its output is what it was given."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self.replaced = (replaced,)  # in a tuple, so that it is no part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.replaced[0], name)
+
+    def forward(self, given: Tensor | None = None, *args: Any, **named: Any) -> Any:
+        if "inputs_embeds" in named:
+            return _Output(last_hidden_state=named["inputs_embeds"])
+        return given
+
+
+class _Output(BaseModelOutputWithPast):
+    """Without what else some families' bodies return (router logits, shared states)."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class LogitChange(NamedTuple):
+    """What a model makes of its LM head's output z: ``cap * tanh(scale * z / cap)``; without a cap ``scale * z``."""
+
+    scale: float
+    cap: float | None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """``[..., V]`` -> ``[..., V]``."""
+        logits = logits if self.scale == 1 else logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, changed: Tensor) -> Tensor | float:
+        """Return the derivative where the output is ``changed``."""
+        return self.scale if self.cap is None else (1 - (changed / self.cap).square()) * self.scale
+
+
+@torch.no_grad()
+def logit_change(model: PreTrainedModel) -> LogitChange | None:
+    """Return what a model makes of its LM head's output; None where nothing. No weight is read.
+
+    Found by the model's own forward, with its body and its LM head replaced by modules that hand on what they get.
+
+    Raises:
+        ValueError: neither a scale nor a cap gives what it makes, or it cannot be found.
+    """
+    bare = copy.copy(model)
+    bare._modules = dict(model._modules)
+    bare.__dict__.pop("forward", None)  # which accelerate binds to the whole model
+    head, body = model.get_output_embeddings(), body_of(model)
+    names = {id(part): name for name, part in model._modules.items()}
+    if id(head) not in names or id(body) not in names:
+        return None
+    for part in (head, body):
+        bare._modules[names[id(part)]] = _Given(part)
+    try:
+        with torch.device("cpu"):  # a model without contents is asked, too
+            given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+            found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
+    scale, cap = (found[256] / given[256]).item(), None
+    if found[-1] < 0.9 * scale * given[-1]:
+        cap = found[-1].item()
+    change = LogitChange(round(scale, 6) if abs(scale - round(scale, 6)) < 1e-6 else scale, cap)
+    if change == (1.0, None):
+        return None
+    if not torch.allclose(change(given), found, rtol=1e-3):
+        raise ValueError(f"{type(model).__name__} changes its logits by more than a scale and a cap")
+    return change

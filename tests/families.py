@@ -1,0 +1,227 @@
+"""Tiny models of every family, with the values that released configs have, and what works with each.
+
+    python tests/families.py              # tries all on three prompts of 40 tokens, and writes docs/targets.md
+    python tests/families.py phi3 gemma2  # prints the rows of these
+
+Each model is saved to a folder and loaded from it, as a released one would be.
+"""
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from conformance import NO_EOS, prompt, rows_of
+from rigged import perturbed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.layouts.export import check, export
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.model.ends import load_frozen_ends
+from drafters.model.fused import FAMILIES
+from train.configs import EagleConfig
+from train.core.losses import Pairs
+from train.eagle import EagleTask
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "targets.md"
+LAYERS, LONG = 3, 12
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_shared_experts": 1}
+EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+WINDOW = {"sliding_window": tiny.SLIDING_WINDOW}
+WIDE = {"hidden_size": 64}  # where heads are hidden_size / heads wide
+LATENT = WIDE | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 24, "kv_lora_rank": 16}
+LATENT |= {"q_lora_rank": 16, "num_key_value_heads": 4}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 16}
+GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
+GRANITE |= {"attention_multiplier": 0.0625}
+
+DECODED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "ministral3")},
+    **{name: {} for name in ("smollm3", "glm", "glm4", "glm4_moe", "olmo", "olmo2", "phi3", "phimoe", "starcoder2")},
+    **{name: {} for name in ("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2")},
+    **{name: {} for name in ("nemotron", "seed_oss", "apertus", "arcee", "dots1", "internlm3", "solar_open", "gemma")},
+    **dict.fromkeys(("ministral", "exaone4", "cwm", "olmo3", "gpt_oss", "laguna", "mimo_v2_flash"), WINDOW),
+    **dict.fromkeys(("olmoe", "helium", "stablelm", "phi", "gpt_neox", "gpt2"), WIDE),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
+    "deepseek_v2": LATENT | {"topk_method": "greedy"},
+    **dict.fromkeys(("gemma2", "vaultgemma"), WINDOW | CAPS),
+    "gemma3_text": WINDOW | {"query_pre_attn_scalar": 16},
+    "gemma4_text": WINDOW | {"final_logit_softcapping": 30.0},
+    "granite": GRANITE,
+    "granitemoe": GRANITE,
+    "granite_swa": WINDOW | GRANITE,
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": WINDOW | {"logit_scale": 0.25},
+    "llama4_text": {"attention_chunk_size": 8, "interleave_moe_layer_step": 1},
+    "nanochat": {"final_logit_softcapping": 15.0},
+    "jetmoe": {},
+}
+STATE, INDEX = "keep .*state", "choose the tokens that they attend to"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{name: ({}, STATE) for name in ("qwen3_next", "qwen3_5_text", "mamba", "jamba", "falcon_h1", "nemotron_h")},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (LATENT, INDEX)),
+    "minimax": ({}, STATE),
+}
+
+
+def build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+    """A tiny model of a family, in float32."""
+    options = {**tiny._COMMON, "num_hidden_layers": LAYERS, "sliding_window": None, **EXPERTS, **changes}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
+    for name, weights in model.named_parameters():
+        if weights.dim() == 1 and name.endswith("weight"):  # norms start at one and biases at zero: nobody would see
+            weights.data.uniform_(0.5, 1.5)
+        elif weights.dim() == 1:
+            weights.data.normal_(0, 0.3)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def saved(family: str, changes: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """As ``build``, and saved to ``folder``."""
+    model = build(family, changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def decode(target: TargetModel, drafter: Drafter, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """Greedy tokens of each prompt, one after the other."""
+    texts = [generate(target, drafter, [ids], max_new_tokens=new, eos_token_id=NO_EOS) for ids in prompts]
+    return [rows_of(text)[0] for text in texts]
+
+
+def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[str, str]:
+    """Return what works with a family: a column of the page -> "yes", or why not.
+
+    Raises:
+        AssertionError: what is decoded is not what the model's own ``generate`` gives.
+    """
+    stock = saved(family, DECODED[family], folder)
+    texts = [prompt(LONG, seed) for seed in range(prompts)]
+    expected = []
+    for ids in texts:
+        out = stock.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        expected.append(out[0, LONG:].tolist())
+    target = TargetModel.from_pretrained(str(folder), "float32", "cpu")
+    near = perturbed(target, 0.02, 0)
+    heads = [EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree=tree)) for tree in TREES]
+    drafters = [make_drafter("autoregressive", target), make_drafter("prompt_lookup", target)]
+    drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads]
+    for drafter in drafters:
+        assert decode(target, drafter, texts, new) == expected, type(drafter).__name__
+    row = {"engine": target.engine, "decoding": "yes", "EAGLE": eagle(target, folder)}
+    row["Kangaroo"] = kangaroo(target, texts, new, expected)
+    row["graphs"] = "yes" if family in FAMILIES else "no"
+    return row
+
+
+TREES = ("chain", "dynamic")
+
+
+def eagle(target: TargetModel, folder: Path) -> str:
+    """Train a head for one step, save it, load it, export it; "yes", or why not."""
+    try:
+        ends = load_frozen_ends(str(folder), "float32")
+        given = {
+            "target": str(folder),
+            "features": "f",
+            "out": "o",
+            "steps": 1,
+            "batch_tokens": 8,
+            "learning_rate": 0.1,
+        }
+        task: Any = EagleTask(EagleConfig(**given, layer="llama"), ends)
+    except ValueError as error:
+        return str(error).partition(": ")[2].split("; ")[0]
+    states = torch.randn(1, 9, target.hidden_size)
+    predicted = task.module(states[:, :8], target.embed(torch.tensor([prompt(8)])), torch.arange(8)[None])
+    torch.testing.assert_close(ends.lm_head(states), target.lm_head(states), atol=1e-4, rtol=1e-4)
+    task.heads.classification(Pairs(predicted[0][None], states[0, 1:])).sum().backward()
+    assert all(weights.grad is not None for weights in task.module.parameters() if weights.requires_grad)
+    options = task.drafter_config()
+    with tempfile.TemporaryDirectory() as place:
+        head, out = Path(place) / "head", Path(place) / "vllm"
+        save_checkpoint(head, task.module, make_config("eagle", options, target), dtype=None)
+        config, weights = load_checkpoint(str(head))
+        again: Any = EagleDrafter.build_module(target.config, config["drafter"])
+        again.load_state_dict(weights)
+        export(str(head), "vllm", out)
+        check(out, "vllm", str(folder))
+    return "yes"
+
+
+def kangaroo(target: TargetModel, texts: list[list[int]], new: int, expected: list[list[int]]) -> str:
+    """ "yes", or why no adapter can be made."""
+    try:
+        adapter = KangarooAdapter(target.config)
+        drafter = KangarooDrafter(target, adapter, KangarooOptions(exit_layer=1, eta=0.0))
+    except ValueError as error:
+        return "no: " + ("in two parts" if "two parts" in str(error) else "its layers alone")
+    assert decode(target, drafter, texts, new) == expected
+    return "yes"
+
+
+def page(rows: dict[str, dict[str, str]]) -> str:
+    """The page, from a row of each family."""
+    columns = list(next(iter(rows.values())))
+    lines = ["| family | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
+    lines += [f"| {family} | " + " | ".join(row.values()) + " |" for family, row in rows.items()]
+    refused = [f"| {family} | {reason(family)} |" for family in REFUSED]
+    refused = ["| family | why |", "| --- | --- |", *refused]
+    return INTRODUCTION.format(rows="\n".join(lines), refused="\n".join(refused))
+
+
+def reason(family: str) -> str:
+    """Why a family is refused, in the words of the error."""
+    try:
+        TargetModel(build(family, REFUSED[family][0]), name=family)
+    except ValueError as error:
+        return str(error).partition(": ")[2].partition("; ")[0]
+    raise AssertionError(f"{family} was taken")
+
+
+INTRODUCTION = """\
+# Which targets work?
+Tried with a tiny model of each family that has the values of released configs (multipliers, caps, windows, latent
+attention), saved to a folder and loaded from it: `python tests/families.py` (three prompts of 40 tokens, float32). A
+family that is not listed may work, too: loading compares a tree of tokens with the model's own forward, and refuses
+what differs.
+
+{rows}
+
+- engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself; graphs: a GPU captures `fused`
+- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, and EAGLE's chain and dynamic tree are those
+  of stock `generate`
+- EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
+- Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
+  after a layer. *its layers alone*: no adapter can be made of its attention
+
+## Refused
+Their states can still be captured (`python -m data_prep.features`), and drafters trained from them.
+
+{refused}
+"""
+
+
+def main() -> None:
+    """Try all, and write the page."""
+    logging.disable(logging.WARNING)
+    rows: dict[str, dict[str, str]] = {}
+    for family in sys.argv[1:] or DECODED:
+        with tempfile.TemporaryDirectory() as folder:
+            rows[family] = trial(family, Path(folder), 3, 40)
+        print(family, rows[family], flush=True)
+    if not sys.argv[1:]:
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
