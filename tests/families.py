@@ -204,6 +204,8 @@ what differs.
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
 
+Of a multimodal folder (Gemma 3, Mistral 3, LLaVA) the text model is taken, if transformers has a causal LM for it.
+
 ## Refused
 Their states can still be captured (`python -m data_prep.features`), and drafters trained from them.
 

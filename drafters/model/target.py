@@ -190,8 +190,9 @@ class TargetModel:
                 continue
             chosen = 1.0
             if ".experts." in name:
-                experts = getattr(self.config, "num_local_experts", None) or self.config.num_experts
-                chosen = self.config.num_experts_per_tok / experts
+                names = ("num_local_experts", "num_experts", "n_routed_experts")
+                experts = next((count for name in names if (count := getattr(self.config, name, None))), 1)
+                chosen = min(1.0, getattr(self.config, "num_experts_per_tok", experts) / experts)
             total += round(weights.nbytes * chosen)
         if self.quantize is not None:
             total += sum(product.nbytes for layer in self.layers for product in layer.products)
