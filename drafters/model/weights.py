@@ -161,7 +161,8 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
         renamed = {key: re.sub(pattern, name, new) for key, new in renamed.items()}
     if renamed == {key: key for key in found}:
         return found
-    return {renamed[key]: place for key, place in found.items() if renamed[key].startswith(("model.", "lm_head."))}
+    text = [key for key in found if renamed[key] != key or key.startswith("lm_head.")]
+    return {renamed[key]: found[key] for key in text}
 
 
 def weight_files(name: str, revision: str | None = None) -> list[str]:
