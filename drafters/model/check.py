@@ -130,8 +130,9 @@ def _settings(target: "TargetModel") -> Iterator[None]:
     sizes = {key: size for key in ("sliding_window", "attention_chunk_size") if (size := getattr(config, key, None))}
     own: Any = target.runner if isinstance(target.runner, StockRunner) else target
     name = "windows" if own is target else "scopes"
-    kept = getattr(own, name)
+    kept, parts = getattr(own, name), target._parts
     try:
+        target._parts = {}  # a part knows its windows
         torch.set_float32_matmul_precision("highest")
         for key in sizes:  # models read theirs from their config
             setattr(config, key, WINDOW)
@@ -142,4 +143,4 @@ def _settings(target: "TargetModel") -> Iterator[None]:
         for key, size in sizes.items():
             setattr(config, key, size)
         setattr(own, name, kept)
-        target._parts.clear()  # made with the cut windows
+        target._parts = parts

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -269,18 +270,18 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
         return None
     for part in (head, body):
         bare._modules[names[id(part)]] = _Given(part)
-    try:
-        with torch.device("cpu"):  # a model without contents is asked, too
-            given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+    with unset_fake_temporarily(), torch.device("cpu"):  # a model without contents is asked, too
+        given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+        try:
             found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
-    scale, cap = (found[256] / given[256]).item(), None
-    if found[-1] < 0.9 * scale * given[-1]:
-        cap = found[-1].item()
-    change = LogitChange(float(f"{scale:.6g}"), cap)
-    if change == (1.0, None):
-        return None
-    if not torch.allclose(change(given), found, rtol=1e-3):
-        raise ValueError(f"{type(model).__name__} changes its logits by more than a scale and a cap")
-    return change
+        except (RuntimeError, AttributeError, TypeError) as error:
+            raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
+        scale, cap = (found[256] / given[256]).item(), None
+        if found[-1] < 0.9 * scale * given[-1]:
+            cap = found[-1].item()
+        change = LogitChange(float(f"{scale:.6g}"), cap)
+        if change == (1.0, None):
+            return None
+        if not torch.allclose(change(given), found, rtol=1e-3):
+            raise ValueError(f"{type(model).__name__} changes its logits by more than a scale and a cap")
+        return change
