@@ -38,6 +38,7 @@ WINDOW = {"sliding_window": tiny.SLIDING_WINDOW}
 WIDE = {"hidden_size": 64}  # where heads are hidden_size / heads wide
 LATENT = WIDE | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 24, "kv_lora_rank": 16}
 LATENT |= {"q_lora_rank": 16, "num_key_value_heads": 4}
+SHARED = ["full_attention", "sliding_attention", "full_attention"]  # the last has no keys and values of its own
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 16}
 GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
 GRANITE |= {"attention_multiplier": 0.0625}
@@ -53,7 +54,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | {"topk_method": "greedy"},
     **dict.fromkeys(("gemma2", "vaultgemma"), WINDOW | CAPS),
     "gemma3_text": WINDOW | {"query_pre_attn_scalar": 16},
-    "gemma4_text": WINDOW | {"final_logit_softcapping": 30.0},
+    "gemma4_text": WINDOW | {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 1, "layer_types": SHARED},
     "granite": GRANITE,
     "granitemoe": GRANITE,
     "granite_swa": WINDOW | GRANITE,
@@ -117,6 +118,8 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
     drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads]
     for drafter in drafters:
         assert decode(target, drafter, texts, new) == expected, type(drafter).__name__
+    pair = generate(target, drafters[1], [texts[0], prompt(7, 9)], max_new_tokens=new, eos_token_id=NO_EOS)
+    assert rows_of(pair)[0] == expected[0], "in a batch of unequal lengths"
     row = {"engine": target.engine, "decoding": "yes", "EAGLE": eagle(target, folder)}
     row["Kangaroo"] = kangaroo(target, texts, new, expected)
     row["graphs"] = "yes" if family in FAMILIES else "no"
@@ -203,6 +206,8 @@ what differs.
 - EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
+
+Of a multimodal folder (Gemma 3, Mistral 3, LLaVA) the text model is taken, if transformers has a causal LM for it.
 
 ## Refused
 Their states can still be captured (`python -m data_prep.features`), and drafters trained from them.

@@ -153,6 +153,15 @@ def test_walking_by_row_equals_walking_at_once(name: str) -> None:
     assert len(set(ends.tolist())) > 1 or name == "top-k children", "all drafts are the same only without samples"
 
 
+def test_a_large_batch_in_parts() -> None:
+    """Catches rows of a batch that are verified against the draft or the numbers of others."""
+    shape = SHAPES["three siblings"]
+    toy = Toy(shape.sampling)
+    draft, logits = build_draft(shape, toy, torch.Generator().manual_seed(0))
+    with mock.patch.object(acceptance, "MOST_VALUES", 5000 * logits[0].numel()):
+        assert total_variation(measured(draft, logits, toy, shape), toy.joint()) < LIMIT
+
+
 def test_a_draft_of_unknown_width() -> None:
     """Catches trials that end too early where a draft does not say how many children it drew."""
     shape = SHAPES["three siblings"]

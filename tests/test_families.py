@@ -15,7 +15,7 @@ import torch
 from conformance import prompt
 from families import DECODED, PAGE, REFUSED, WIDE, WINDOW, build, decode, trial
 from published import assert_equal, served_features
-from transformers import LlavaConfig
+from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, Mistral3Config, Qwen2_5_VLConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, make_drafter
@@ -26,6 +26,7 @@ from drafters.layouts.export import check, export, served_by
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.check import ROWS
+from drafters.model.ends import load_frozen_ends
 from train.configs import EagleConfig
 from train.core.attention import use_dialogue_attention
 from train.preflight.estimate import meta_task
@@ -179,9 +180,28 @@ def test_a_head_that_drafts_otherwise_than_it_trains_is_refused() -> None:
         Forgetful(config)
 
 
-def test_a_multimodal_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(LlavaConfig, "llama"), (Mistral3Config, "mistral"), (Gemma3Config, "gemma3_text")]
+)
+def test_the_text_model_of_a_multimodal_folder(kind: Any, text: str, tmp_path: Path) -> None:
+    """Catches a traceback, the list of all families, and an embedding or a fingerprint of something else."""
+    inner = {**tiny._COMMON, **DECODED[text], "model_type": text, "num_hidden_layers": 2}
+    whole = AutoModelForImageTextToText.from_config(kind(text_config=inner, vision_config=VISION)).eval()
+    whole.save_pretrained(tmp_path)
+    target = TargetModel.from_pretrained(str(tmp_path), "float32", "cpu")
+    ids = torch.tensor([prompt(ROWS)])
+    torch.testing.assert_close(target.lm_head(target.features(ids).features), whole(ids).logits, atol=1e-4, rtol=1e-4)
+    ends = load_frozen_ends(str(tmp_path), "float32")
+    assert ends.fingerprint == target.fingerprint() and torch.equal(ends.embed(ids), target.embed(ids))
+
+
+def test_a_multimodal_model_without_a_causal_lm(tmp_path: Path) -> None:
     """Catches a traceback, or a list of all families that transformers has."""
-    LlavaConfig(text_config={**tiny.tiny_config("llama").to_dict(), "model_type": "llama"}).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a multimodal model \(llava\); save its text model \(llama\)") as caught:
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a multimodal model .* no causal LM for its text model") as caught:
         TargetModel.from_pretrained(str(tmp_path))
     assert len(str(caught.value)) < 300

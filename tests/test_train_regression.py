@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
-from test_families import HEADS, build
+from families import DECODED, build
+from test_families import OWN_LAYERS
 from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
@@ -68,11 +69,11 @@ def test_a_head_begins_with_it(
     torch.testing.assert_close(predicted, torch.cat([tokens, features], dim=-1) @ fc.T)
 
 
-@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("family", OWN_LAYERS)
 @torch.no_grad()
 def test_no_layer_adds_anything(family: str) -> None:
     """Catches a family whose layer writes by a matrix of another name."""
-    head = EagleHead(build(family, HEADS[family]).config)
+    head = EagleHead(build(family, DECODED[family]).config)
     add_nothing(head)
     tokens, features = torch.randn(2, 1, 5, head.fc.out_features)
     torch.testing.assert_close(

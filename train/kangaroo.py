@@ -41,7 +41,7 @@ class KangarooTask(Task):
         super().__init__(config, ends)
         if config.own_lm_head:
             head: Any = self.module.lm_head
-            head.weight.data.copy_(ends.lm_head.weight)
+            head.weight.data.copy_(ends.lm_head.scaled)
             self.heads.own, self.lm_heads = [head], ("lm_head.weight",)
 
     def drafter_config(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class MedusaTask(Task):
         module: Any = self.module
         self.heads.own = module.lm_heads() if config.own_lm_heads else []
         for head in self.heads.own:
-            head.weight.data.copy_(ends.lm_head.weight)
+            head.weight.data.copy_(ends.lm_head.scaled)
         every = range(config.heads)
         self.predictions, self.earliest = config.heads, config.heads + 1
         self.constant_inputs = tuple(f"{head}.0.linear.weight" for head in every)

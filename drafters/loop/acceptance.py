@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drafters.loop.state import DecodeState
 
 TINY = torch.finfo(torch.float32).tiny
+MOST_VALUES = 1 << 28  # of the distributions that are verified at once: 1 GiB
 FEW_ROWS, SMALL_VOCAB = 4, 8192  # a CPU verifies at once beyond so few batch rows, up to this vocabulary
 Rule = Callable[[DraftTree, Tensor, Tensor, Sampling, torch.Generator | None], "Verdict"]
 Find = Callable[[list[int], list[int], list[int] | None, list[int]], tuple[int, int]]
@@ -86,7 +87,12 @@ def verify_sampled(
             draft, lambda row, at: sampling.probabilities(logits[row, at]), [True] * len(logits), uniform, generator
         )
     else:
-        at, bonus = _walk_at_once(draft, sampling.probabilities(logits), uniform, generator)
+        size = max(1, MOST_VALUES // logits[0].numel())
+        ends = []
+        for some in torch.arange(len(logits), device=logits.device).split(size):
+            part = draft if size >= len(logits) else draft.of(some)
+            ends.append(_walk_at_once(part, sampling.probabilities(logits[some]), uniform[some], generator))
+        at, bonus = (torch.cat(parts) for parts in zip(*ends, strict=True))
     return collect(draft, see, at, bonus)
 
 

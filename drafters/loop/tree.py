@@ -87,6 +87,12 @@ class DraftTree:
         draft.valid = self.valid[:, :n] if self.valid is not None else None
         return draft, see[:, : n + 1, : n + 1]
 
+    def of(self, some: Tensor) -> "DraftTree":
+        """The draft of some batch rows."""
+        q, q_row, valid = (part if part is None else part[some] for part in (self.q, self.q_row, self.valid))
+        tokens, parents = self.tokens[some], self.parents[some]
+        return replace(self, tokens=tokens, parents=parents, q=q, q_row=q_row, valid=valid, see=None)
+
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> "DraftTree":
         """The draft of plain decoding."""

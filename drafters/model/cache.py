@@ -168,7 +168,7 @@ class KVCache:
                 spread += [(bands * self.capacity + slots[:, None]).flatten().to(keys.device)] * len(keys)
             self._slots = tuple(spread)
             self._new = self.views(0, self.capacity)
-            every_key, every_value = (tuple(x.view(-1, x.shape[-1]) for x in each) for each in self._new)
+            every_key, every_value = (tuple(x.view(-1, max(x.shape[-1], 1)) for x in each) for each in self._new)
             self._all = every_key, every_value
 
     def update(

@@ -23,6 +23,11 @@ class LMHead(nn.Linear):
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.change = change
 
+    @property
+    def scaled(self) -> Tensor:
+        """The weight with the scale in it, to begin an LM head of a drafter's own with."""
+        return self.weight if self.change is None else self.weight * self.change.scale
+
     def forward(self, features: Tensor) -> Tensor:
         """``[..., H]`` -> ``[..., V]``."""
         logits = super().forward(features)

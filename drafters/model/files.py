@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafters.common.paths import check_loadable
 from drafters.common.precision import fast_dtype
@@ -82,14 +83,26 @@ def fingerprinted(config: PretrainedConfig, names: Collection[str]) -> tuple[str
 
 
 def load_config_only(name: str, revision: str | None = None, may_be_file: bool = False) -> PretrainedConfig:
-    """The model's configuration without its weights; ``may_be_file``: a config.json alone will do.
+    """The model's configuration without its weights, of a multimodal model that of its text model.
+
+    Args:
+        may_be_file: a config.json alone will do.
 
     Raises:
-        ValueError: nothing loadable there, or a model with code of its own.
+        ValueError: nothing loadable there, a model with code of its own, or no causal LM.
     """
     if not (may_be_file and Path(name).is_file()):
         check_loadable(name, revision)
-    found: PretrainedConfig = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
+    found: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
+    whole, found = found, getattr(found, "text_config", None) or found
+    if found is not whole:  # multimodal
+        if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ValueError(
+                f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
+                f"model ({found.model_type}); give another target"
+            )
+        found.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
+        found.name_or_path = str(name)
     return found
 
 

@@ -20,7 +20,7 @@ from drafters.common.precision import warn_if_slow
 from drafters.common.wording import dtype_name, shortened, size_text
 from drafters.model.cache import SMALL, cache_bytes
 from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
-from drafters.model.weights import open_weights, refuse_differences
+from drafters.model.weights import TEXT_NAMES, open_weights, refuse_differences
 
 DeviceMap = str | dict[str, Any]
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,6 +113,8 @@ def load_model(
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(name),
+            config=config,
+            key_mapping=TEXT_NAMES if weights.multimodal else None,
             dtype=kind,
             revision=revision or "main",
             trust_remote_code=False,
@@ -122,6 +124,8 @@ def load_model(
         )
     except (OSError, KeyError, SafetensorError) as error:
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
+    if weights.multimodal:  # what is left over is of other modalities; ``open_weights`` has compared the text's
+        info["unexpected_keys"] = ()
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
     if device_map is None:
         return model.to(where), weights.fingerprint()
@@ -155,11 +159,6 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
         if adapter is None:
             raise
         return load_config_only(adapter[BASE], adapter.get("revision")), adapter
-    if (text := getattr(config, "text_config", None)) is not None:
-        raise ValueError(
-            f"{name} is a multimodal model ({config.model_type}); save its text model ({text.model_type}) to a folder "
-            "of its own, and give that"
-        )
     return config, adapter_config(name, revision)  # beside a config.json, transformers loads the adapter itself
 
 

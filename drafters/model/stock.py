@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -106,6 +107,7 @@ class StockRunner(Runner):
         super().__init__(model)
         self.model, self.body = model, body_of(model)
         self.layers = decoder_layers(self.body)
+        self._ids = len(model.get_input_embeddings().weight)
         try:
             self.scopes = scopes(model.config)
         except ValueError:
@@ -120,7 +122,12 @@ class StockRunner(Runner):
         """What each layer keeps of a token: key heads, the width of a key and of a value; zeros where nothing."""
         seen = _Shapes()
         device = self.model.get_input_embeddings().weight.device
-        self.body(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), past_key_values=seen, use_cache=True)
+        try:
+            self.body(
+                input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), past_key_values=seen, use_cache=True
+            )
+        except (TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
+            raise ValueError(f"{type(self.model).__name__} takes no cache of keys and values: {error}") from error
         return [seen.found.get(index, (0, 0, 0)) for index in range(len(self.layers))]
 
     def forward(
@@ -138,8 +145,12 @@ class StockRunner(Runner):
         placed = Placed(rows, lengths, count, given.device)
         if cache is not None:
             cache.at(count, rows.offset)
-        named: dict[str, Any] = {"input_ids" if given.dim() == 2 else "inputs_embeds": given}
-        if cache is not None or rows is not CHAIN:
+        # Ids beyond the vocabulary: of a target whose vocabulary is larger than this draft model's.
+        ids = given.dim() == 2
+        named: dict[str, Any] = {"input_ids": given.clamp_max(self._ids - 1)} if ids else {"inputs_embeds": given}
+        if cache is not None:
+            named["position_ids"] = placed.positions()
+        if rows is not CHAIN or any(lengths):  # else the model's own causal mask, which needs no memory
             masks = {name: self._own_mask(placed, scope) for name, scope in self.scopes.items()}
             named["attention_mask"] = masks if self._by_type else masks[""]
             named["position_ids"] = placed.positions()
@@ -153,7 +164,7 @@ class StockRunner(Runner):
         finally:
             for hook in hooks:
                 hook.remove()
-        return hidden, {tap: found[tap] for tap in taps}
+        return hidden.to(given.device), {tap: found[tap].to(given.device) for tap in taps}
 
     def _own_mask(self, placed: Placed, scope: Scope) -> Tensor | None:
         mask = placed.mask(scope, always=True)
@@ -206,6 +217,7 @@ class _Given(nn.Module):
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
         self.replaced = (replaced,)  # in a tuple, so that it is no part
+        self.weight = torch.empty(0, device="cpu")  # its dtype and device are asked for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.replaced[0], name)
@@ -258,18 +270,18 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
         return None
     for part in (head, body):
         bare._modules[names[id(part)]] = _Given(part)
-    try:
-        with torch.device("cpu"):  # a model without contents is asked, too
-            given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+    with unset_fake_temporarily(), torch.device("cpu"):  # a model without contents is asked, too
+        given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+        try:
             found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
-    scale, cap = (found[256] / given[256]).item(), None
-    if found[-1] < 0.9 * scale * given[-1]:
-        cap = found[-1].item()
-    change = LogitChange(round(scale, 6) if abs(scale - round(scale, 6)) < 1e-6 else scale, cap)
-    if change == (1.0, None):
-        return None
-    if not torch.allclose(change(given), found, rtol=1e-3):
-        raise ValueError(f"{type(model).__name__} changes its logits by more than a scale and a cap")
-    return change
+        except (RuntimeError, AttributeError, TypeError) as error:
+            raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
+        scale, cap = (found[256] / given[256]).item(), None
+        if found[-1] < 0.9 * scale * given[-1]:
+            cap = found[-1].item()
+        change = LogitChange(float(f"{scale:.6g}"), cap)
+        if change == (1.0, None):
+            return None
+        if not torch.allclose(change(given), found, rtol=1e-3):
+            raise ValueError(f"{type(model).__name__} changes its logits by more than a scale and a cap")
+        return change

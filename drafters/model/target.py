@@ -99,9 +99,14 @@ class TargetModel:
         self._parts: dict[tuple[int, int | None], Part] = {}
         self._shapes: list[Shape] | None = None
         if isinstance(self.runner, StockRunner):
-            if self.runner.scopes:
-                self._shapes = self.runner.shapes()
-                check_target(self)
+            try:
+                self._shapes = self.runner.shapes() if self.runner.scopes else None
+                if self.runner.scopes:
+                    check_target(self)
+            except ValueError:
+                if not capture_only:
+                    raise
+                self.runner.scopes = {}
         else:
             self.windows = sliding_windows(self.config)
             self.layers = [self.runner.layer(layer) for layer in stock_layers]
@@ -177,6 +182,9 @@ class TargetModel:
         a time would not get the same angles.
         """
         longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        if getattr(self.config, "attn_temperature_tuning", False):
+            # Llama 4 scales attention from there on, by the rows of a cache and not by the positions that it is given.
+            longest = min(longest, int(self.config.floor_scale) - 1)
         if rope_depends_on_length(self.config):
             original = self.config.rope_parameters.get("original_max_position_embeddings")
             return min(longest, original or longest)
@@ -190,8 +198,9 @@ class TargetModel:
                 continue
             chosen = 1.0
             if ".experts." in name:
-                experts = getattr(self.config, "num_local_experts", None) or self.config.num_experts
-                chosen = self.config.num_experts_per_tok / experts
+                names = ("num_local_experts", "num_experts", "n_routed_experts")
+                experts = next((count for name in names if (count := getattr(self.config, name, None))), 1)
+                chosen = min(1.0, getattr(self.config, "num_experts_per_tok", experts) / experts)
             total += round(weights.nbytes * chosen)
         if self.quantize is not None:
             total += sum(product.nbytes for layer in self.layers for product in layer.products)
@@ -225,7 +234,9 @@ class TargetModel:
     @property
     def lm_product(self) -> Product | None:
         """``lm_head`` as a product of this package; None where it is not one."""
-        return self._lm_head if isinstance(self._lm_head, Product) and self.logit_change is None else None
+        if self.logit_change is not None or "lm_head" in vars(self):  # another one was put into a copy
+            return None
+        return self._lm_head if isinstance(self._lm_head, Product) else None
 
     def new_cache(
         self, batch: int, capacity: int, layers: int | None = None, config: PretrainedConfig | None = None

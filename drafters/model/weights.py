@@ -7,6 +7,7 @@ drops an unexpected one; here both are errors, found from the headers of the fil
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,18 @@ PACKED = ("weight", "qweight", "weight_packed")  # names of a projection's weigh
 SHOWN = 4  # tensors that a message names
 
 
+# How files of multimodal models name the tensors of their text model, and the names there.
+TEXT_NAMES = {r"^(language_model\.model|model\.language_model)\.": "model.", r"^language_model\.lm_head\.": "lm_head."}
+
+
 class Stored(NamedTuple):
-    """A tensor's place: the file that holds it, its dtype as safetensors names it ("BF16"), and its shape."""
+    """A tensor's place: the file that holds it, its dtype as safetensors names it ("BF16"), its shape, its name
+    there."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    key: str
 
 
 @dataclass
@@ -48,6 +55,11 @@ class Weights:
     revision: str | None
     config: PretrainedConfig
     stored: dict[str, Stored]
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether its files hold other modalities, too."""
+        return any(name != place.key for name, place in self.stored.items())
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -78,7 +90,7 @@ class Weights:
     def read(self, key: str) -> Tensor:
         """A floating-point tensor, in its own dtype; raises as ``path`` does."""
         with safe_open(self.path(key), framework="pt") as file:
-            return file.get_tensor(key)
+            return file.get_tensor(self.stored[key].key)
 
     @property
     def projection(self) -> str | None:
@@ -98,7 +110,7 @@ class Weights:
             except LookupError:
                 return None
         with safe_open(fetch(self.name, self.stored[projection].file, self.revision), framework="pt") as file:
-            row = file.get_slice(projection)[0:1][0]
+            row = file.get_slice(self.stored[projection].key)[0:1][0]
         return model_fingerprint(self.config, self.read(norm), row)
 
 
@@ -118,7 +130,7 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
     weights = Weights(name, revision, config, stored_tensors(name, revision))
     method = quantisation(config)
     if method is None:
-        for key, (file, dtype, _) in weights.stored.items():
+        for key, (file, dtype, *_) in weights.stored.items():
             if key.endswith((".weight", ".bias")):  # a buffer may hold positions
                 refuse_integers(Path(name) / file, key, dtype)
     if method in (None, "fp8"):  # others need their packages' own modules; ``load_model`` checks them
@@ -133,7 +145,7 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
 
 
 def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
-    """Every tensor in the files of a model, from their headers.
+    """Every tensor in the files of a model, from their headers; of a multimodal model those of its text model.
 
     Raises:
         ValueError: no such files, damaged ones, two sets of them, or a tensor that two of them hold.
@@ -143,8 +155,14 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
         for key, (dtype, shape) in _header(name, file, revision).items():
             if key in found:
                 raise ValueError(f"{name}: {key} is in {found[key].file} and in {file}; remove the file that is stale")
-            found[key] = Stored(file, dtype, shape)
-    return found
+            found[key] = Stored(file, dtype, shape, key)
+    renamed = {key: key for key in found}
+    for pattern, name in TEXT_NAMES.items():
+        renamed = {key: re.sub(pattern, name, new) for key, new in renamed.items()}
+    if renamed == {key: key for key in found}:
+        return found
+    text = [key for key in found if renamed[key] != key or key.startswith("lm_head.")]
+    return {renamed[key]: found[key] for key in text}
 
 
 def weight_files(name: str, revision: str | None = None) -> list[str]:
@@ -233,7 +251,7 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
     fp8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
     given = {
         key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")
-        for key, (_, dtype, shape) in weights.stored.items()
+        for key, (_, dtype, shape, _) in weights.stored.items()
     }
     try:
         empty, config = meta_model(weights.config), copy.deepcopy(weights.config)

@@ -10,6 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
 from drafters.model.loading import load_model
+from drafters.model.stock import logit_change
 from train.core.attention import NAME, Dialogues, check_dialogues
 from train.core.config import Lora
 from train.core.lora import load_base, with_lora
@@ -89,8 +90,8 @@ def causal_module(
         raise ValueError(f"{what} ({type(model).__name__}) has no {', '.join(missing)}; use {SUPPORTED}")
     if model.get_output_embeddings().bias is not None:
         raise ValueError(f"{what} has an LM head with a bias, which would not be trained; use {SUPPORTED}")
-    if getattr(config, "final_logit_softcapping", None):  # not visible in small logits
-        raise ValueError(f"{what} caps its logits after the LM head; use {SUPPORTED}")
+    if logit_change(model) is not None:
+        raise ValueError(f"{what} scales or caps its logits after the LM head; use {SUPPORTED}")
     if torch._guards.detect_fake_mode() is not None:  # an estimate, in which peft fails
         lora = None
     module = DraftModule(model, lora, name)
