@@ -141,7 +141,11 @@ RULES = {
     "bonus after the row before": ("token.gather(1, at)[:, 0]", "token.gather(1, (at - 1).clamp_min(0))[:, 0]", 64),
     "accepts where it should reject": (ACCEPT, ACCEPT.replace(" < ", " > "), 64),
     "accepts by p alone": (ACCEPT, ACCEPT.replace(" * q.gather(2, x)", ""), 64),
-    "p of the row before": ("sampling.probabilities(logits)", "sampling.probabilities(logits.roll(1, 1))", 64),
+    "p of the row before": (
+        "sampling.probabilities(logits[some])",
+        "sampling.probabilities(logits[some].roll(1, 1))",
+        64,
+    ),
 }
 
 

@@ -81,10 +81,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, str | None]:
     """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
-    A LoRA adapter is merged into the model that it names, in float32.
-
-    Returns:
-        the model, and the fingerprint of its files; None where it must be taken from the model itself.
+    A LoRA adapter is merged into the model that it names, in float32. Returns the model, and the fingerprint of its
+    files; None where it must be taken from the model itself.
 
     Args:
         device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
@@ -124,8 +122,7 @@ def load_model(
         )
     except (OSError, KeyError, SafetensorError) as error:
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
-    if weights.multimodal:  # what is left over is of other modalities; ``open_weights`` has compared the text's
-        info["unexpected_keys"] = ()
+    info["unexpected_keys"] = () if weights.multimodal else info["unexpected_keys"]  # those of other modalities
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
     if device_map is None:
         return model.to(where), weights.fingerprint()
