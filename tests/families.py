@@ -78,7 +78,7 @@ def build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
     for name, weights in model.named_parameters():
-        if weights.dim() == 1 and name.endswith("weight"):  # norms start at one and biases at zero: nobody would see
+        if weights.dim() == 1 and name.endswith("weight"):  # norms start at one and biases at zero, which hides them
             weights.data.uniform_(0.5, 1.5)
         elif weights.dim() == 1:
             weights.data.normal_(0, 0.3)

@@ -67,7 +67,7 @@ def test_a_family_does_what_the_page_says(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_is_refused_with_a_reason(family: str) -> None:
-    """Catches a traceback from deep inside, garbage, and a model of which not even the states can be captured."""
+    """Catches a traceback from deep inside, garbage, and a model whose states cannot be captured either."""
     known(family)
     changes, reason = REFUSED[family]
     model = build(family, changes)

@@ -93,8 +93,8 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     """
     if not (may_be_file and Path(name).is_file()):
         check_loadable(name, revision)
-    found: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
-    whole, found = found, getattr(found, "text_config", None) or found
+    whole: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
+    found: PretrainedConfig = getattr(whole, "text_config", None) or whole
     if found is not whole:  # multimodal
         if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(

@@ -124,9 +124,9 @@ def llama_config(target: PretrainedConfig) -> LlamaConfig:
     Its MLP has the target's ``intermediate_size``. If that of a mixture of experts is below ``2 * hidden_size``, it is
     the size of one expert, and the MLP has ``num_experts_per_tok`` times that size.
 
-    Heads of latent attention (MLA) become heads of 128. Its
-    RoPE rotates all dimensions of a head, in two halves. Engines compute RoPE that changes with the text's length
-    (dynamic, longrope) differently from transformers; it becomes the default RoPE with the same base.
+    Heads of latent attention (MLA) become heads of 128. Its RoPE rotates all dimensions of a head, in two halves.
+    Engines compute RoPE that changes with the text's length (dynamic, longrope) differently from transformers; it
+    becomes the default RoPE with the same base.
     """
     hidden = target.hidden_size
     inner = getattr(target, "intermediate_size", None) or 4 * hidden

@@ -141,7 +141,7 @@ class Runner:
     Attributes:
         layer, norm, linear: make the engine's own of a decoder layer (or one without an MLP), a norm, a linear layer;
             angles: of cos and sin.
-        new_cache: ``KVCache.for_config`` of the model's.
+        new_cache: makes a cache; takes what ``KVCache.for_config`` takes.
     """
 
     engine: Engine
@@ -225,7 +225,9 @@ class Runner:
         return *rope(rows), rows.positions()
 
     def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
-        mask = rows.mask(Scope(window), always=self._adds)
+        return self._as_added(rows.mask(Scope(window), always=self._adds), dtype)
+
+    def _as_added(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
         return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask
 

@@ -1,4 +1,4 @@
-"""The engine "stock": the model's own forward over a tree of new rows, whatever its layers do.
+"""The engine "stock": the model's own forward over a tree of new rows.
 
 transformers' models take a mask, positions and a cache from their caller. Nothing else is needed to verify a draft, so
 scaled embeddings, capped logits, norms in any order, sinks, latent attention and routers need no code here.
@@ -19,14 +19,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from drafters.config import Engine
 from drafters.model.cache import KVCache, Shape
 from drafters.model.fused import why_not
-from drafters.model.rows import CHAIN, Placed, Rows, Scope, additive
+from drafters.model.rows import CHAIN, Placed, Rows, Scope
 from drafters.model.runner import FusedRunner, Part, Runner, Taps, attention_kernels, identity, model_time
 
-WITHOUT_ROWS = {
-    "linear_attention": "keep one running state, from which no rejected token can be taken back",
+ONE_STATE = "keep one running state, from which no rejected token can be taken back"
+# Layers that cannot verify a tree, and why.
+WITHOUT_ROWS = dict.fromkeys(("linear_attention", "mamba", "conv"), ONE_STATE) | {
     "hybrid": "keep a running state beside attention, from which no rejected token can be taken back",
-    "mamba": "keep one running state, from which no rejected token can be taken back",
-    "conv": "keep one running state, from which no rejected token can be taken back",
     "indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree",
 }
 
@@ -107,14 +106,13 @@ class StockRunner(Runner):
         super().__init__(model)
         self.model, self.body = model, body_of(model)
         self.layers = decoder_layers(self.body)
-        self._ids = len(model.get_input_embeddings().weight)
+        self._vocab = len(model.get_input_embeddings().weight)
         try:
             self.scopes = scopes(model.config)
         except ValueError:
             if not capture_only:
                 raise
             self.scopes = {}
-        self._by_type = getattr(model.config, "layer_types", None) is not None  # masks by type, or one
         self._fused: FusedRunner | None = None
 
     @torch.no_grad()
@@ -145,14 +143,14 @@ class StockRunner(Runner):
         placed = Placed(rows, lengths, count, given.device)
         if cache is not None:
             cache.at(count, rows.offset)
-        # Ids beyond the vocabulary: of a target whose vocabulary is larger than this draft model's.
+        # A draft model may be given ids of its target that it does not have.
         ids = given.dim() == 2
-        named: dict[str, Any] = {"input_ids": given.clamp_max(self._ids - 1)} if ids else {"inputs_embeds": given}
-        if cache is not None:
-            named["position_ids"] = placed.positions()
-        if rows is not CHAIN or any(lengths):  # else the model's own causal mask, which needs no memory
-            masks = {name: self._own_mask(placed, scope) for name, scope in self.scopes.items()}
-            named["attention_mask"] = masks if self._by_type else masks[""]
+        named: dict[str, Any] = {"input_ids": given.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": given}
+        own_mask = rows is CHAIN and not any(lengths)  # the model's own causal mask needs no memory
+        if not own_mask:
+            masks = {kind: self._own_mask(placed, scope) for kind, scope in self.scopes.items()}
+            named["attention_mask"] = masks.get("", masks)  # one mask, or one for each type of layer
+        if cache is not None or not own_mask:
             named["position_ids"] = placed.positions()
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
@@ -167,9 +165,7 @@ class StockRunner(Runner):
         return hidden.to(given.device), {tap: found[tap].to(given.device) for tap in taps}
 
     def _own_mask(self, placed: Placed, scope: Scope) -> Tensor | None:
-        mask = placed.mask(scope, always=True)
-        assert mask is not None
-        return additive(mask, 1, self.model.dtype, torch.finfo(self.model.dtype).min) if self._adds else mask
+        return self._as_added(placed.mask(scope, always=True), self.model.dtype)
 
     def _hook(self, tap: int, found: Taps) -> RemovableHandle:
         """Have the states after ``tap`` layers put into ``found``."""
