@@ -18,7 +18,7 @@ def test_names() -> None:
     assert states.state_name(13) == "output of layer 12 = hidden_states[13]"
     assert states.state_name(1) == "output of layer 0 = hidden_states[1]"
     assert states.state_name(0) == "output of the embeddings = hidden_states[0]"
-    assert states.state_names([2]) == {
+    assert states.named_states([2]) == {
         "features": "output of the final norm = hidden_states[-1]",
         "tap_2": "output of layer 1 = hidden_states[2]",
     }
