@@ -220,11 +220,11 @@ def write_store(
                     served().write(work.path, work.header, list(sizes), work.encoded, progress.update)
                     tokens.real = tokens.padded = size
                 else:
-                    _run_here(target(), work, writer, sizes, config.batch_tokens, tokens, progress)
+                    run_here(target(), work, writer, sizes, config.batch_tokens, tokens, progress)
         return writer.finish(counts.dropped, counts.changed), tokens
 
 
-def _run_here(
+def run_here(
     target: TargetModel,
     work: Work,
     writer: StoreWriter,
