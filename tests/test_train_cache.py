@@ -1,6 +1,7 @@
 """The cache of features: online: what fits the budget is computed once, and the figures are those of a store."""
 
 import json
+import re
 import shutil
 from collections import Counter, namedtuple
 from pathlib import Path
@@ -21,6 +22,7 @@ from drafters import TargetModel
 from train.data.cache import SHARD_TOKENS, Cache
 from train.data.online import OnlineFeatures
 from train.data.packing import Batch, collate
+from train.preflight.dry_run import dry_run
 from train.run.inputs import open_inputs
 
 COUNT = 380  # training dialogues, of about 64 tokens: three shards of the cache
@@ -102,8 +104,11 @@ def test_what_fits_is_computed_once(
         assert_same_figures(out, tmp_path / "store")
         cache = read_manifest(out / "cache")
         assert len(cache.shards) == shards and cache.size <= budget * 1e9
-        # The bytes of data_prep.features; the others are computed in each of the epochs.
-        assert [one.sha256 for one in cache.shards] == [one.sha256 for one in reference.manifest.shards[:shards]]
+        for one, other in zip(FeatureStore(out / "cache", cache), reference, strict=False):
+            assert one.input_ids.tolist() == other.input_ids.tolist()
+            torch.testing.assert_close(one.features, other.features, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one.taps[tiny_run.TAP], other.taps[tiny_run.TAP], rtol=1e-4, atol=1e-4)
+        # The others are computed in every epoch.
         assert set(computed) == set(range(cache.dialogues, COUNT))
         assert not computed or min(computed.values()) >= 2
         assert f"cache: {cache.dialogues} of {COUNT} training dialogues in {out / 'cache'}" in capsys.readouterr().out
@@ -143,7 +148,7 @@ def test_a_run_that_dies_while_it_fills_the_cache(
     tiny_run.train_here("kangaroo", values)
     assert first.stat().st_mtime_ns == written
     assert len(read_manifest(first.parent).shards) == 2
-    # Other settings: refused as a store refuses them, and a larger budget goes on from what is there.
+    # A larger budget continues with the same shards; other settings are refused, as a store refuses them.
     other = {**values, "steps": 3, "data": {**values["data"], "disk_gb": 3.5 * shard_gb}}
     assert tiny_run.train_here("kangaroo", other, resume=True).progress.step == 3
     assert first.stat().st_mtime_ns == written and len(read_manifest(first.parent).shards) == 3
@@ -207,6 +212,27 @@ def test_only_the_same_tokens_are_read(target: Path, data: dict[str, Any], store
     assert not cache.read(-1, tokens, states) and not cache.read(COUNT, tokens, states)
     assert cache.read(7, tokens, states)
     assert torch.equal(states[None], cache.store[7].features)
+
+
+def test_the_dry_run_counts_the_cache(
+    target: Path, data: dict[str, Any], shard_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a cache that the estimates of disk and time leave out, and a disk that it would fill."""
+    values = {**settings(target, tmp_path / "run"), "data": {**data, "disk_gb": 1.5 * shard_gb}}
+    config = tiny_run.read("kangaroo", values)
+    given = tiny_run.arguments(tokens=24_441, device="H200")  # the whole cache would take three shards
+    text = dry_run(config, given).text()
+    share, hours = (
+        re.search(r"disk: features +cache of .* MB, (\d+)% of the dialogues \(data\.disk_gb\)", text),
+        r"each of ([\d,]+) tokens",
+    )
+    assert share is not None and 48 <= int(share[1]) <= 58
+    without = dry_run(tiny_run.read("kangaroo", {**values, "data": data}), given).text()
+    few, many = (int(re.search(hours, each)[1].replace(",", "")) for each in (text, without))  # type: ignore[index]
+    assert few < 0.85 * many
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**12, 10**12 - 10**6, 10**6))
+    assert any("the cache needs" in problem for problem in dry_run(config, given).problems)
 
 
 def test_a_budget_is_checked_before_the_target_is_loaded(
