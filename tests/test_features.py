@@ -206,7 +206,7 @@ def test_one_pass_for_many_drafters(tmp_path, target_folder):
 
 
 def test_a_head_of_the_targets_layers_is_asked_for_alone(tmp_path, target_folder, monkeypatch):
-    """Catches a target refused for a head that nobody trains: EAGLE-3's layer does not depend on the family."""
+    """Catches a target refused for the head of another method: EAGLE-3's layer does not depend on the family."""
 
     def none(*arguments, **options):
         raise ValueError("no head of these layers")
