@@ -133,7 +133,7 @@ def check_store(config: TrainConfig, store: FeatureStore, target: TargetIdentity
 def states_asked(config: TrainConfig, manifest: StoreManifest, layers: int) -> str:
     """The keys with which data_prep.features stores the states of ``manifest`` and those that the drafter reads."""
     with suppress(ValueError):  # a target too shallow for the method's default
-        if list(config.taps) == READS.get(config.drafter, no_taps)(layers):
+        if sorted(config.taps) == READS.get(config.drafter, no_taps)(layers):
             return f"'for=[{config.drafter}]' 'exit_layers={manifest.taps}'"
     return f"'exit_layers={sorted({*manifest.taps, *config.taps})}'"
 
