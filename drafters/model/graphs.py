@@ -9,7 +9,7 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from drafters.model.cache import CachePool, KVCache, Storage
 from drafters.model.check import bound, off
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
-from drafters.model.runner import FusedRunner, Part, Taps, attention_kernels
+from drafters.model.runner import Part, Runner, Taps, attention_kernels
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -87,11 +87,8 @@ class Captured:
         self.outputs = part.through(part.enter(*self.inputs), angles, {**biases}, cache, self.taps)
 
 
-class GraphRunner(FusedRunner):
+class GraphRunner(Runner):
     """The engine "graphs": the fused layers, captured, and the caches that captured forwards are bound to.
-
-    Args:
-        trial: of the same model, which is done.
 
     Attributes:
         broken: why nothing is captured any more, None while all is well.
@@ -99,20 +96,32 @@ class GraphRunner(FusedRunner):
 
     engine: Engine = "graphs"
 
-    def __init__(self, model: PreTrainedModel, trial: "GraphRunner | None" = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        runner = ref(self)  # which keeps the pool, and so must not be kept by it
-
-        def forget(storages: list[Storage]) -> None:
-            if (alive := runner()) is not None:
-                alive._forget(storages)
-
-        self.new_cache = CachePool(MOST_ROWS, forget).take
+        self._caches = CachePool(MOST_ROWS)
         self._parts: WeakSet[Part] = WeakSet()  # parts with a captured graph
         self._pool: Any = None
-        # For warming up, and for capturing. torch has 32, and deals them out in turn: those of a trial are taken over.
-        self._streams: tuple[Any, Any] | None = None if trial is None else trial._streams
+        self._streams: tuple[Any, Any] | None = None  # for warming up, and for capturing
         self.broken: str | None = None
+
+    def new_cache(self, *shape: Any) -> KVCache:
+        """As ``Runner.new_cache``, from the pool."""
+        try:
+            return self._caches.take(*shape)
+        except (ValueError, torch.OutOfMemoryError):
+            self.free()
+        return self._caches.take(*shape)
+
+    def free(self) -> None:
+        """Free the memory of unused caches, and what was captured with them."""
+        given = self._caches.give_up()
+        for part in self._parts:
+            for key in [key for key in part.captured if key[0] in given]:
+                del part.captured[key]
+        del given
+        if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
+            self._pool = None  # a pool whose graphs are all gone takes no others
+        collect_memory()
 
     def _run(
         self, part: Part, inputs: Sequence[Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
@@ -166,8 +175,7 @@ class GraphRunner(FusedRunner):
                 self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
                 logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
                 return None
-            self._leave_pool()
-            collect_memory()
+            self.free()
         return None
 
     def _graph_of(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -192,18 +200,6 @@ class GraphRunner(FusedRunner):
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _forget(self, storages: Sequence[Storage]) -> None:
-        """Let go of what was captured with memory that is wanted elsewhere."""
-        for part in self._parts:
-            for key in [key for key in part.captured if any(key[0] is storage for storage in storages)]:
-                del part.captured[key]
-        self._leave_pool()
-
-    def _leave_pool(self) -> None:
-        """A pool whose graphs are all gone takes no others."""
-        if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
-            self._pool = None
-
 
 @torch.no_grad()
 def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | None:
@@ -215,10 +211,10 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
     tokens = torch.arange(1, 10, device=target.device).expand(2, -1) % target.vocab_size
     see = torch.eye(5, dtype=torch.bool, device=target.device)[None].repeat(2, 1, 1)
     see[:, :, 0] = see[:, 4, 2] = True  # a root, its three children, and a grandchild
-    whole = Part([target.part_layer(index) for index in range(target.num_layers)], target.embed, target.norm)
+    whole = Part(target.part(0, None).layers, target.embed, target.norm)
     runners, most = (target.runner, graphs), 0.0
     try:
-        caches = [one.new_cache(target.config, 2, 32, target.dtype, target.device) for one in runners]
+        caches = [one.new_cache(one.shapes(), 2, 32, target.dtype, target.device) for one in runners]
         for runner, cache in zip(runners, caches, strict=True):  # a prompt is never captured
             runner.run(whole, [tokens[:, :6]], cache)
             cache.commit_first([6, 4])
