@@ -41,6 +41,7 @@ SHIFTED: Final = "feature+shifted_token"
 UNSHIFTED: Final = "feature+unshifted_token"
 # The kind of an EAGLE head's decoder layer: the target's own, or Llama's with the target's width, heads and RoPE.
 HeadLayer = Literal["target", "llama"]
+DraftLayer = Literal["llama", "qwen3"]  # the kind of the decoder layers of other heads, of the target's width
 
 
 class Config(BaseModel):
