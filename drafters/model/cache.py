@@ -11,7 +11,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,11 +109,6 @@ class KVCache:
         self.lengths = [0] * batch
         self.ends = torch.zeros(batch, dtype=torch.long)
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
-
-    @classmethod
-    def for_config(cls, config: PretrainedConfig, *memory: Any, layers: int | None = None) -> "KVCache":
-        """A cache for ``config``'s attention layers, all or the first ``layers``; ``memory``: the other arguments."""
-        return cls(config_shapes(config, layers), *memory)
 
     def at(self, rows: int, offset: int = 0) -> "KVCache":
         """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""

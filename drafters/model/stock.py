@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from drafters.config import Engine
@@ -79,21 +79,6 @@ class LayerCache(Cache):
         return max(self.rows.lengths, default=0)
 
 
-class _Shapes(Cache):
-    """Notes what each layer would keep."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.found: dict[int, Shape] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.found[layer_idx] = (keys.shape[1], keys.shape[3], values.shape[3])
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-
 class StockRunner(Runner):
     """The engine "stock".
 
@@ -117,7 +102,7 @@ class StockRunner(Runner):
         """What each layer keeps of a token: key heads, the width of a key and of a value; zeros where nothing.
 
         Raises:
-            ValueError: the model can only be captured, or takes no cache.
+            ValueError: the model can only be captured.
         """
         if not self.scopes:
             name = self.model.name_or_path or type(self.model).__name__
@@ -126,15 +111,12 @@ class StockRunner(Runner):
             )
         if self._shapes:
             return self._shapes
-        seen = _Shapes()
-        device = self.model.get_input_embeddings().weight.device
-        try:
-            self.body(
-                input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), past_key_values=seen, use_cache=True
-            )
-        except (TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
-            raise ValueError(f"{type(self.model).__name__} takes no cache of keys and values: {error}") from error
-        self._shapes = [seen.found.get(index, (0, 0, 0)) for index in range(len(self.layers))]
+        seen, tokens = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.model.device)
+        self.body(input_ids=tokens, past_key_values=seen, use_cache=True)
+        self._shapes = [(0, 0, 0)] * len(self.layers)
+        for index, layer in enumerate(seen.layers):
+            if layer.keys is not None and layer.values is not None:
+                self._shapes[index] = (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
         return self._shapes
 
     def forward(
