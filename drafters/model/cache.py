@@ -35,22 +35,20 @@ class Storage:
         """Rows of each batch row."""
         return self.keys.shape[3]
 
-    def at(self, slots: Tensor, seen: int) -> "StorageRows":
-        """These rows as attention uses them: new ones go to ``slots [B, R]``, the first ``seen`` are read."""
-        return StorageRows(self, slots[:, None, :, None], seen)
-
 
 @dataclass
 class StorageRows:
-    """What the attention layers of a captured forward use as their cache."""
+    """What the attention layers of a captured forward use as their cache: new rows go to ``slots [B, R]``, the first
+    ``seen`` rows are read."""
 
     storage: Storage
-    index: Tensor
+    slots: Tensor
     seen: int
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write ``[B, kv_heads, R, head_dim]`` to the slots; returns the first ``seen`` rows."""
-        index, all_keys, all_values = self.index.expand_as(keys), self.storage.keys[layer], self.storage.values[layer]
+        index = self.slots[:, None, :, None].expand_as(keys)
+        all_keys, all_values = self.storage.keys[layer], self.storage.values[layer]
         all_keys.scatter_(2, index, keys)
         all_values.scatter_(2, index, values)
         return all_keys[:, :, : self.seen], all_values[:, :, : self.seen]

@@ -8,6 +8,7 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafters.config import Engine
-from drafters.model.cache import CachePool, KVCache, Storage
+from drafters.model.cache import CachePool, KVCache, Storage, StorageRows
 from drafters.model.check import bound, off
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
@@ -45,32 +46,28 @@ def seen_rows(end: int, capacity: int) -> int:
     return min(-(-end // step) * step, capacity)
 
 
+@dataclass(eq=False)
 class Captured:
     """One forward of fixed shape.
 
+    It keeps what the graph references by address. Not the cache: its memory is reused when it is gone.
+
     Attributes:
-        inputs: buffers of what the part takes.
+        inputs: buffers of what the part takes. table: of RoPE's angles.
         outputs: hidden states and taps of the last run, overwritten by the next.
         replay: runs it again; None before it was captured.
         refused: there was no room to capture it.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        rows: BufferedRows,
-        inputs: Sequence[Tensor],
-        storage: Storage,
-        table: Angles,
-        taps: tuple[int, ...],
-    ) -> None:
-        shape = rows.see.shape[:2]
-        self.inputs = [torch.zeros((*shape, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in inputs]
-        # Keep what the graph references by address. Not the cache: its memory is reused when it is gone.
-        self.part, self.rows, self.storage, self.table, self.taps = part, rows, storage, table, taps
-        self.replay: Callable[[], None] | None = None
-        self.refused = False
-        self.outputs: tuple[Tensor, Taps]
+    part: Part
+    rows: BufferedRows
+    inputs: list[Tensor]
+    storage: Storage
+    table: Angles
+    taps: tuple[int, ...]
+    outputs: tuple[Tensor, Taps] | None = None
+    replay: Callable[[], None] | None = None
+    refused: bool = False
 
     def fill(self, inputs: Sequence[Tensor], rows: Placed) -> None:
         """Copy a step's values into the buffers."""
@@ -83,7 +80,7 @@ class Captured:
         part, rows, (cos, sin) = self.part, self.rows, self.table
         positions = rows.positions()
         biases = rows.biases(positions, part.windows, part.groups, self.storage.keys.dtype)
-        cache, angles = self.storage.at(rows.slots(), rows.end), (cos[positions], sin[positions])
+        cache, angles = StorageRows(self.storage, rows.slots(), rows.end), (cos[positions], sin[positions])
         self.outputs = part.through(part.enter(*self.inputs), angles, {**biases}, cache, self.taps)
 
 
@@ -140,7 +137,8 @@ class GraphRunner(Runner):
             table = (part.rope or self.rope).table(cache.capacity + MOST_ROWS)
             with torch.inference_mode(False):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
-                captured = Captured(part, buffers, inputs, cache.storage, table, taps)
+                fed = [x.new_zeros(batch, count, *x.shape[2:]) for x in inputs]
+                captured = Captured(part, buffers, fed, cache.storage, table, taps)
             part.captured[key] = captured
             self._parts.add(part)
         # Fill, capture on the first time, replay. The next replay overwrites its output, so the output is copied.
@@ -151,6 +149,7 @@ class GraphRunner(Runner):
             captured.refused = True
             return super()._run(part, inputs, cache, rows, taps)
         captured.replay()
+        assert captured.outputs is not None
         hidden, collected = captured.outputs
         own = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
         return hidden[:, : rows.count].clone(), own

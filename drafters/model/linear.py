@@ -1,6 +1,5 @@
 """A linear layer for decoding: a few rows against a large weight, in the layout and precision that reads fastest."""
 
-import logging
 from functools import cache
 from typing import Any
 
@@ -8,6 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import logging
 
 from drafters.config import Quantization
 from drafters.model import backend
@@ -260,13 +260,9 @@ def draft_dtype(wanted: Quantization | None, device: torch.device) -> Quantizati
     """In which type what drafts is read there: ``wanted``, but as it is (None) where that would only take longer."""
     if wanted is None or device.type != "cuda":
         return wanted
-    _tell_once(f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}")
+    told = f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}"
+    logging.get_logger(__name__).warning_once(told)
     return None
-
-
-@cache
-def _tell_once(what: str) -> None:
-    logging.getLogger(__name__).warning(what)
 
 
 def _has_room(weight: Tensor) -> bool:

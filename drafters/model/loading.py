@@ -82,12 +82,7 @@ def load_model(
     """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
     A LoRA adapter is merged into the model that it names, in float32. Returns the model, and the fingerprint of its
-    files; None where it must be taken from the model itself.
-
-    Args:
-        device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
-            ``device``.
-        cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for, too.
+    files; None where it must be taken from the model itself. The arguments are ``TargetModel.from_pretrained``'s.
 
     Raises:
         ValueError: nothing loadable there, no such device, too little memory or other tensors than the configuration

@@ -250,12 +250,14 @@ class Clock:
     """Splits a step's time into laps, and notes the part of each that forward passes took.
 
     On CUDA by events, so that timing adds no synchronisation. A thread has one clock at a time: the newest.
+
+    ``models``: beginning and end of each forward pass, by lap.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
         self._marks: list[Mark] = [self.now()]
-        self._models: list[list[tuple[Mark, Mark]]] = [[]]
+        self.models: list[list[tuple[Mark, Mark]]] = [[]]
         _running.clock = self
 
     def now(self) -> Mark:
@@ -269,11 +271,7 @@ class Clock:
     def lap(self) -> None:
         """End the current lap and begin the next."""
         self._marks.append(self.now())
-        self._models.append([])
-
-    def note_model(self, start: Mark, end: Mark) -> None:
-        """Count a forward pass towards the current lap."""
-        self._models[-1].append((start, end))
+        self.models.append([])
 
     def laps(self) -> tuple[list[float], list[float]]:
         """Seconds of every lap, and of the forward passes in it; waits for the device."""
@@ -282,7 +280,7 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize(self._device)
         laps = [_seconds(a, b) for a, b in pairwise(self._marks)]
-        return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self._models[: len(laps)]]
+        return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self.models[: len(laps)]]
 
 
 def _seconds(start: Any, end: Any) -> float:
@@ -308,4 +306,4 @@ class model_time:  # noqa: N801  # a class, for a generator's context manager ta
 
     def __exit__(self, *exception: object) -> None:
         if self._clock is not None:
-            self._clock.note_model(self._start, self._clock.now())
+            self._clock.models[-1].append((self._start, self._clock.now()))
