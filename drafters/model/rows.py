@@ -60,22 +60,21 @@ class Placed:
     """``count`` new rows behind ``lengths[b]`` committed ones of each batch row.
 
     Attributes:
+        see, depths, offset: of ``rows``; the depths of a chain, too.
         uniform: whether every batch row has the same length: then nothing is copied to the device, or waited for.
         end: rows of the longest, the new ones included.
     """
 
     def __init__(self, rows: Rows, lengths: list[int], count: int, device: torch.device) -> None:
-        self.see, self.depths, self.offset = rows
+        self.see, depths, self.offset = rows
+        self.depths = torch.arange(rows.offset + count, device=device)[None] if depths is None else depths
         self.lengths, self.count, self.device = lengths, count, device
         self.uniform = lengths.count(lengths[0]) == len(lengths)
         self.end = max(lengths) + self.offset + count
 
     def positions(self) -> Tensor:
         """``[B, R]``."""
-        if self.depths is None:
-            own = torch.arange(self.offset, self.offset + self.count, device=self.device)
-        else:
-            own = self.depths[:, self.offset :]
+        own = self.depths[:, self.offset :]
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
         return (first + own).expand(len(self.lengths), -1)
 
@@ -96,7 +95,8 @@ class Placed:
         else:
             mask = visible(self._lengths(), see, self.end)
         if limited:
-            mask = mask & scope.of(self.positions(), self._key_positions())
+            depths = self.depths.expand(len(self.lengths), -1)
+            mask = mask & scope.of(self.positions(), key_positions(self._lengths(), depths, self.end))
         return mask[:, None]
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
@@ -115,13 +115,6 @@ class Placed:
         if self.uniform:
             return torch.full((len(self.lengths),), self.lengths[0], device=self.device)
         return torch.tensor(self.lengths, device=self.device)
-
-    def _key_positions(self) -> Tensor:
-        """``[B or 1, end]`` position of the token in each cache slot."""
-        if self.depths is None:  # uncommitted or not, one after the other
-            return torch.arange(self.end, device=self.device)[None]
-        depths = self.depths.expand(len(self.lengths), -1)
-        return key_positions(self._lengths(), depths, self.end)
 
 
 class Rope:
@@ -197,8 +190,7 @@ class BufferedRows:
             self.see.copy_(order[None] == own)
             self.see[:, : rows.count, : rows.see.shape[2]].copy_(rows.see)
         self.depths.copy_(order)
-        if rows.depths is not None:
-            self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
+        self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
 
     def slots(self) -> Tensor:
         """``[B, R]`` where the new rows' keys and values go."""
