@@ -30,6 +30,19 @@ class Exported(NamedTuple):
     readers: tuple[str, ...] = ()
 
 
+class Form(NamedTuple):
+    """A head in the form of a program: what is written, the programs that load it, and what the user has to know.
+
+    ``hot``: the draft vocabulary of SGLang's file; None if there is none.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    hot: Tensor | None
+    readers: tuple[str, ...]
+    notices: list[str]
+
+
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported, layout: Layout) -> str:
     """The text for a head with this ``config.json`` and these ``weights``."""
     made, count = config[MADE_FROM], sum(value.numel() for value in weights.values())
