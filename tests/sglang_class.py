@@ -2,10 +2,10 @@
 
     python sglang_class.py CASES.json
 
-Each case names an exported ``folder``, the ``target`` it is served beside, ``inputs`` (safetensors: features ``[T, H]``,
-of EAGLE-3 the target's states ``[T, taps * H]``, and the next tokens' embeddings ``[T, H]``) and ``out``, which gets the
-features ``[T, H]``, of EAGLE-3 also the logits and the target's ids of the draft tokens. A line of JSON on stdout has
-the names of the parameters that loading has left alone, and the target's states that an EAGLE-3 head is given.
+Each case names an exported ``folder``, the ``target`` it is served beside, ``inputs`` (safetensors: features
+``[T, H]``, of EAGLE-3 the target's states ``[T, taps * H]``, and the next tokens' embeddings ``[T, H]``) and ``out``,
+which gets the features ``[T, H]``, of EAGLE-3 also the logits and the target's ids of the draft tokens. A line of JSON
+on stdout has the names of the parameters that loading has left alone, and the states that an EAGLE-3 head is given.
 
 SGLang needs compiled kernels to serve. Its classes are plain torch on a CPU: the names of kernels and of torchvision
 are missing, and the attention, which each of its backends computes from a cache, is torch's here.
@@ -109,7 +109,7 @@ def run(case: dict[str, str]) -> dict[str, list]:
         else:
             scored, fed_back = out
             found, states = {"features": fed_back[0]}, states_of(config, target.num_hidden_layers)
-            found["logits"] = scored @ model.lm_head.weight.T
+            found["logits"] = scored @ model.lm_head.weight[: config.draft_vocab_size].T  # without the padding
             if model.get_hot_token_id() is not None:
                 found["ids"] = model.get_hot_token_id()
     save_file({name: value.contiguous() for name, value in found.items()}, case["out"])
