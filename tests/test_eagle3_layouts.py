@@ -15,7 +15,7 @@ from torch import Tensor
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
-from drafters.layouts.eagle3_export import state_name, why_not
+from drafters.layouts.eagle3_export import told_state, why_not
 from drafters.layouts.export import check, export, served_by
 from drafters.methods.eagle3 import Eagle3Options
 
@@ -103,14 +103,14 @@ def test_the_contract_of_each_reader(target: TargetModel, tmp_path: Path) -> Non
         assert ("target_hidden_size" in config) == (form != "official")
         taps = FORMS[form].get("taps", USUAL)
         assert config["made_from"]["taps"] == taps
-        assert config["made_from"]["states"] == [state_name(tap, LAYERS) for tap in taps]
+        assert config["made_from"]["states"] == [told_state(tap, LAYERS) for tap in taps]
         assert any(name.startswith("midlayer.") for name in weights) == (form in ("official", "sglang"))
         assert ("lm_head.weight" in weights) == (form != "llama.cpp")
         if "d2t" in weights:
             chosen = torch.arange(60) + weights["d2t"]
             assert weights["d2t"].dtype == torch.int64 and weights["t2d"].dtype == torch.bool
             assert weights["t2d"].nonzero()[:, 0].tolist() == chosen.tolist()
-    assert state_name(3, LAYERS) == "input of layer 3 = output of layer 2 = hidden_states[3]"
+    assert told_state(3, LAYERS) == "input of layer 3 = output of layer 2 = hidden_states[3]"
 
 
 def test_the_contract_of_speculators(target: TargetModel, tmp_path: Path) -> None:

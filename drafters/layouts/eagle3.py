@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
+from drafters.common.states import from_inputs, from_outputs
 from drafters.common.wording import shortened
 from drafters.layouts.config import CONFIG_FILE, made_from, rope, size
 from drafters.methods.eagle3 import D2T, Eagle3Options, draft_ids, head_kind
@@ -84,7 +85,8 @@ def own_weights(weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> di
 
 
 def standard_taps(layers: int) -> list[int]:
-    """The hidden states that heads read of a target with so many layers, unless their config.json names others."""
+    """The hidden states that engines hand over of a target with this number of layers, unless config.json names others;
+    of fewer than 7 layers these are not ``eagle3_taps``."""
     return [2, layers // 2, layers - 3]
 
 
@@ -180,10 +182,10 @@ def _numbered(
     config: Mapping[str, Any], ids: list[int], usual: list[int], layers: int, source: str, notes: list[str]
 ) -> list[int]:
     """The hidden states that ``ids`` mean."""
-    architecture, after = architecture_of(config), [number + 1 for number in ids]
+    architecture, after = architecture_of(config), from_outputs(ids)
     made = made_from(config).get("taps")
     if architecture != SGLANG or config.get(IDS):  # vLLM's and speculators' forms
-        return ids
+        return from_inputs(ids)
     if made is not None:
         return ids if made == ids else after
     if after == usual:

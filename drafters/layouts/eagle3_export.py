@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from drafters.common.states import from_inputs, from_outputs, state_name, to_inputs, to_outputs
 from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import load_state
@@ -130,11 +131,11 @@ def _config(
                 "verifier": verifier,
             },
             "transformer_layer_config": layer,
-            IDS: taps,
+            IDS: to_inputs(taps),
             "embed_requires_grad": False,
         }
     architecture = {"official": OFFICIAL, "sglang": SGLANG}.get(to, VLLM[options.layer])
-    ids = [tap - 1 for tap in taps] if to == "sglang" else taps
+    ids = to_outputs(taps) if to == "sglang" else to_inputs(taps)
     eagle = {IDS: ids, "use_aux_hidden_state": True, "norm_before_fc": options.norm_before_fc}
     found = {**layer, **head, "architectures": [architecture], "eagle_config": eagle, "bias": False}
     found["num_aux_hidden_states"] = len(taps)
@@ -154,7 +155,7 @@ def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Ma
     return {
         "layer": options.layer,
         "taps": list(options.taps),
-        "states": [state_name(tap, target.num_hidden_layers) for tap in options.taps],
+        "states": [told_state(tap, target.num_hidden_layers) for tap in options.taps],
         IDS: counted,
         "fed_back": f"the layer's output {after} the final norm",
         "rope": dict(turning),
@@ -162,14 +163,12 @@ def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Ma
     }
 
 
-def state_name(tap: int, layers: int) -> str:
-    """The target's hidden state ``tap`` in the numberings in use; the last one is no ``hidden_states`` of
-    transformers, which norms it."""
-    if tap == 0:
-        return "embeddings = input of layer 0 = hidden_states[0]"
+def told_state(tap: int, layers: int) -> str:
+    """The target's hidden state ``tap`` in all numberings; the last one is no ``hidden_states`` of transformers, which
+    norms it."""
     if tap == layers:
         return f"output of layer {tap - 1}, before the target's final norm"
-    return f"input of layer {tap} = output of layer {tap - 1} = hidden_states[{tap}]"
+    return f"input of layer {tap} = {state_name(tap)}"
 
 
 def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | None:
@@ -234,9 +233,9 @@ def read_by(to: str, config: Mapping[str, Any], layers: int) -> list[int]:
     """The target's hidden states that ``to`` would read with this ``config.json``."""
     nested = (config.get("eagle_config") or {}).get(IDS)
     if to == "sglang":
-        return standard_taps(layers) if nested is None else [number + 1 for number in nested]
+        return standard_taps(layers) if nested is None else from_outputs(nested)
     given = config.get(IDS) or nested
-    return standard_taps(layers) if given is None or to == "official" else list(given)
+    return standard_taps(layers) if given is None or to == "official" else from_inputs(given)
 
 
 def check_head(
