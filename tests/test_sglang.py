@@ -99,7 +99,7 @@ def test_its_eagle3_class_reads_the_same_states_and_computes_what_our_head_does(
         ours.load_state_dict(weights)
         inputs, found = load_file(tmp_path / "inputs.safetensors"), load_file(folder / "out.safetensors")
         with torch.no_grad():
-            fed_back = ours(inputs["features"][None], inputs["embeddings"][None], torch.arange(9)[None])[0]
+            fed_back = ours(ours.fused(inputs["features"])[None], inputs["embeddings"][None], torch.arange(9)[None])[0]
             assert_equal(found["features"], fed_back)
             if given.own_lm_head:
                 assert_equal(found["logits"], ours.lm_head(ours.scored(fed_back)))

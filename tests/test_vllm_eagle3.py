@@ -63,7 +63,8 @@ def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Pa
         head.load_state_dict(weights)
         inputs, result = (load_file(tmp_path / f"{kind}-{number}.safetensors") for kind in ("inputs", "result"))
         with torch.no_grad():
-            fed_back = head(inputs["states"][None], inputs["embeddings"][None], torch.arange(LONG)[None])[0]
+            features = head.fused(inputs["states"])[None]
+            fed_back = head(features, inputs["embeddings"][None], torch.arange(LONG)[None])[0]
             assert_equal(result["fed_back"], fed_back)
             if given.own_lm_head:
                 logits, ids = head.lm_head(head.scored(fed_back)), draft_ids(weights.get("d2t"), target.vocab_size)
