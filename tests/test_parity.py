@@ -221,18 +221,40 @@ def test_equal_steps_follow_equal_texts() -> None:
 @pytest.mark.slow
 def test_the_program_names_a_fault_of_a_served_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an engine that gets other prompts or limits, a head that is not exported, and a page without the name."""
-    head = ROOT / "checkpoints" / "stdlib-eagle"
+    head, fault = ROOT / "checkpoints" / "stdlib-eagle", "embedding of token i, not i + 1"
     monkeypatch.setenv("HEAD", str(head))
-    monkeypatch.setenv("PLANTED", "draft positions one too high")
+    monkeypatch.setenv("PLANTED", fault)
     given = ["--checkpoint", head, "--target", ROOT / "checkpoints" / "stdlib-target", "--engine", "vllm"]
     given += [f"python={sys.executable}", "module=tests.planted_engine", "target.dtype=float32", "target.device=cpu"]
-    given += ["count=24", "max_new_tokens=32", "depth=4", "batch=24", "threads=1"]
-    assert status(eval.parity.main, *given, f"out={tmp_path / 'wrong'}") == 1
-    found = json.loads((tmp_path / "wrong" / "parity.json").read_text())
-    assert found["verdict"] == FAULT and found["named"][0] == "draft positions one too high"
+    given += ["count=16", "max_new_tokens=20", "depth=2", "batch=16", "threads=1", f"out={tmp_path}"]
+    assert status(eval.parity.main, *given) == 1
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert found["verdict"] == FAULT and found["named"] == [fault]
     assert found["environment"]["engine_facts"]["engine"] == "Planted"
-    page = (tmp_path / "wrong" / "parity.md").read_text()
-    assert "- draft positions one too high: check the position of the first draft token" in page
-    monkeypatch.setenv("PLANTED", "none")
-    assert status(eval.parity.main, *given, f"out={tmp_path / 'right'}") == 0
-    assert json.loads((tmp_path / "right" / "parity.json").read_text())["verdict"] == PASS
+    assert found["engine"]["tau"]["value"] > 1.2
+    page = (tmp_path / "parity.md").read_text()
+    assert f"- {fault}: check {BY_NAME[fault].check}" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--engine", "sglang"], "engine is sglang, and there is no worker that reads the accepted tokens"),
+        (["--engine", "ours", "python=python3"], "python and module are of another engine, and engine is ours"),
+        (["--engine", "vllm", "--prompts", "none.jsonl"], "no prompt file at none.jsonl"),
+        (["--engine", "vllm", "python=none/python"], "vllm does not run: not installed: there is no none/python"),
+        (["--engine", "ours", "max_new_tokens=4096"], "begun_tokens and max_new_tokens need 4,112 positions"),
+        (["--engine", "ours", "--checkpoint", "KANGAROO"], "is of the method 'kangaroo'; give an EAGLE or EAGLE-3"),
+    ],
+)
+def test_mistakes_of_the_user(
+    given: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an engine that is missing, and found out after the prompts; a stack trace for a wrong word."""
+    monkeypatch.chdir(tmp_path)
+    shipped = ROOT / "checkpoints"
+    given = [word.replace("KANGAROO", str(shipped / "stdlib-kangaroo")) for word in given]
+    head = [] if "--checkpoint" in given else ["--checkpoint", shipped / "stdlib-eagle"]
+    quick = ["target.device=cpu", "count=2"] + ([] if "max_new_tokens=4096" in given else ["max_new_tokens=4"])
+    assert status(eval.parity.main, *head, "--target", shipped / "stdlib-target", *quick, *given) == 1
+    assert told in capsys.readouterr().err

@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from data_prep.common.progress import Bar
-from drafters import TargetModel, generate, load_drafter
+from drafters import drafter_class, generate, load_drafter
 from drafters.cli.program import Failure
 from drafters.common.machine import environment
 from drafters.common.provenance import load_average
 from drafters.common.threads import set_threads
+from drafters.hub.checkpoint import drafter_type
 from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
 from drafters.methods.eagle import EagleDrafter
@@ -49,31 +50,22 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
         Failure: the engine is not installed, or ends.
     """
     set_threads(config.threads)
+    if not issubclass(drafter_class(method := drafter_type(config.checkpoint)), EagleDrafter):
+        raise ValueError(f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE or EAGLE-3 head")
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
-    drafter = chain_drafter(config, target)
+    drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
     prompts = prompts_of(config, drafter)
     facts = environment(target) | conditions(
         [config.target.path, config.checkpoint], str(target.device), config.threads
     )
     facts |= {"config": config.model_dump(mode="json"), "argv": argv, "prompts": len(prompts)}
-    ours = decoded(drafter, prompts, config, AS_LOADED)
     if config.engine == "ours":
-        found = ranked(drafter, ours, prompts, config)
+        found = ranked(drafter, decoded(drafter, prompts, config, AS_LOADED), prompts, config)
     else:
-        theirs, facts["engine_facts"] = served(drafter, prompts, config, console)
-        found = compared(drafter, ours, theirs, prompts, config)
+        theirs, facts["engine_facts"] = served(drafter, prompts, config, console)  # first: it may not run
+        found = compared(drafter, decoded(drafter, prompts, config, AS_LOADED), theirs, prompts, config)
     return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
-
-
-def chain_drafter(config: ParityConfig, target: TargetModel) -> EagleDrafter:
-    """Load the head to draft chains; ValueError if the checkpoint holds another kind of drafter."""
-    drafter = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
-    if not isinstance(drafter, EagleDrafter):
-        raise ValueError(
-            f"checkpoint: {config.checkpoint} is of the method {drafter.name!r}; give an EAGLE or EAGLE-3 head"
-        )
-    return drafter
 
 
 def prompts_of(config: ParityConfig, drafter: EagleDrafter) -> list[list[int]]:
