@@ -153,7 +153,7 @@ def chain(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (AS_LOADED, *PLANTED))
+@pytest.mark.parametrize("name", (AS_LOADED, *PLANTED, "norm left out"))
 def test_a_mistake_is_the_one_that_its_name_says(name: str) -> None:
     """Catches a fault planted elsewhere, which the stand-in would have too, and a mistake that changes tokens."""
     drafter, seen = planted(name), []

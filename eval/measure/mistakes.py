@@ -213,19 +213,23 @@ def move_positions(drafter: EagleDrafter, mixin: type[_Positions]) -> EagleDraft
     return _remade(drafter, mixin=mixin)
 
 
+def _rotary_of(drafter: EagleDrafter) -> tuple[Any, Any]:
+    """The class of the head's RoPE, and a copy of the configuration of its layers."""
+    head: Any = drafter.module
+    kind = layer_kind(drafter.target.config, head.layer)
+    return kind.rotary, copy.deepcopy(getattr(head, "config", kind.config))
+
+
 class _Turned(_Wrong):
     def _make_head(self, options: Any) -> Part:
-        part, head = super()._make_head(options), self.module
-        kind = layer_kind(self.target.config, head.layer)  # type: ignore[arg-type]
-        config: Any = copy.deepcopy(kind.config)
+        part, (rotary, config) = super()._make_head(options), _rotary_of(self)
         config.rope_parameters = self.turned(config.rope_parameters)
-        rotary: Any = kind.rotary
         part.rope = Rope(rotary(config), config, self.target.runner.angles, self.target.embedding)
         return part
 
     @staticmethod
     def turned(parameters: dict[str, Any]) -> dict[str, Any]:
-        """The wrong parameters."""
+        """Return the wrong parameters."""
         return parameters | {"rope_theta": PLAIN_THETA}
 
 
@@ -236,9 +240,8 @@ class _Unscaled(_Turned):
 
 
 def turn_otherwise(drafter: EagleDrafter, mixin: type[_Turned]) -> EagleDrafter | None:
-    """Rotate with the default ``rope_theta``, or without the target's scaling."""
-    head: Any = drafter.module
-    parameters = getattr(layer_kind(drafter.target.config, head.layer).config, "rope_parameters", None) or {}
+    """Rotate with the default ``rope_theta``, or without the scaling."""
+    parameters = getattr(_rotary_of(drafter)[1], "rope_parameters", None) or {}
     if "rope_theta" not in parameters or mixin.turned(parameters) == parameters:  # some have one for each kind of layer
         return None
     return _remade(drafter, mixin=mixin)
@@ -285,9 +288,7 @@ MISTAKES = (
         partial(move_positions, mixin=_OneAhead),
     ),
     Mistake("rope_theta 10000", "rope_theta, rope_parameters", partial(turn_otherwise, mixin=_Turned)),
-    Mistake(
-        "RoPE without the target's scaling", "rope_scaling, rope_parameters", partial(turn_otherwise, mixin=_Unscaled)
-    ),
+    Mistake("RoPE without its scaling", "rope_scaling, rope_parameters", partial(turn_otherwise, mixin=_Unscaled)),
     Mistake("d2t ignored", "d2t: target id - draft id", ignore_d2t),
     Mistake("d2t taken for ids", "d2t: target id - draft id", take_offsets_for_ids),
     Mistake("feature before the target's final norm", "the hidden states that reach the head", read_before_norm),
