@@ -1,6 +1,6 @@
 """A tiny target, its own greedy texts, and an EAGLE-3 head that learnt them by heart: seconds, and drafts are accepted.
 
-A trained head is needed where random weights would accept nothing whatever is done to them.
+Tests of what lowers acceptance need a trained head: drafts of random weights are never accepted.
 """
 
 from functools import cache

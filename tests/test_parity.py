@@ -1,4 +1,4 @@
-"""`python -m eval.parity`: faults planted in a stand-in for an engine are named, and what is served right passes."""
+"""`python -m eval.parity`: faults planted in a fake engine are named, and what is served right passes."""
 
 import copy
 import json
@@ -78,7 +78,7 @@ def ours(name: str) -> list[Outcome]:
 
 @cache
 def theirs(name: str, part: int) -> list[Outcome]:
-    """What a stand-in does that has this fault and rounds otherwise, on one half."""
+    """What a fake engine with this fault and another rounding does, on one half."""
     found = planted(name)
     head = copy.deepcopy(found.module)
     for weights in head.parameters():
@@ -155,7 +155,7 @@ def chain(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", (AS_LOADED, *PLANTED, "norm left out"))
 def test_a_mistake_is_the_one_that_its_name_says(name: str) -> None:
-    """Catches a fault planted elsewhere, which the stand-in would have too, and a mistake that changes tokens."""
+    """Catches a fault planted elsewhere, which the fake engine would have too, and a mistake that changes tokens."""
     drafter, seen = planted(name), []
     propose, head = drafter.propose, drafter.module
     moved = {"draft positions one too low": -1, "draft positions one too high": 1}.get(name, 0)

@@ -65,7 +65,7 @@ def acceptance(outcomes: Sequence[Outcome], depth: int) -> Acceptance:
     prompts = [outcome.trace.steps for outcome in outcomes if outcome.trace is not None]
 
     def share(at: int, reached: int) -> Rate | None:
-        """Of the drafts with a token at position ``at`` of which ``reached`` were accepted: those that accept it."""
+        """Share that accepts position ``at``, among drafts as long that accept ``reached`` tokens."""
         counted = [[step for step in steps if step.depth > at and step.accepted >= reached] for steps in prompts]
         return pooled([sum(step.accepted > at for step in steps) for steps in counted], list(map(len, counted)))
 
