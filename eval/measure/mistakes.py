@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from drafters.methods.eagle import EagleDrafter
 from drafters.methods.eagle3 import D2T, Eagle3Drafter
 from drafters.model.draft_head import DraftHead
 from drafters.model.layers import layer_kind
-from drafters.model.rows import CHAIN, Rope, Rows
-from drafters.model.runner import Part
+from drafters.model.rows import CHAIN, Rows
+from drafters.model.runner import Part, Rotary
 from drafters.model.target import FeatureOutput
 
 PLAIN_THETA = 10_000.0  # rope_theta of a config that does not state it
@@ -224,7 +224,8 @@ class _Turned(_Wrong):
     def _make_head(self, options: Any) -> Part:
         part, (rotary, config) = super()._make_head(options), _rotary_of(self)
         config.rope_parameters = self.turned(config.rope_parameters)
-        part.rope = Rope(rotary(config), config, self.target.runner.angles, self.target.embedding)
+        turned = self.target.runner.part(cast(Any, self.module).layers, rotary=Rotary(rotary(config), config))
+        part.rope = turned.rope
         return part
 
     @staticmethod
