@@ -248,7 +248,6 @@ class Eagle3Drafter(EagleDrafter):
     def _make_head(self, options: Any) -> Part:
         target, head = self.target, cast(Any, self.module)
         runner = target.runner
-        self._fc = runner.linear(head.fc)
         norm = runner.norm(head.norm)
         if not head.norm_output:
             self.lm_head.enter = norm
@@ -260,7 +259,7 @@ class Eagle3Drafter(EagleDrafter):
         rotary = Rotary(LlamaRotaryEmbedding(head.config), head.config)
         part = runner.part(head.layers, enter, leave, rotary)
         if options.draft_dtype is not None:
-            quantize_layers(part, options.draft_dtype, self._fc)
+            quantize_layers(part, options.draft_dtype)
         return part
 
     def true_features(self, output: FeatureOutput) -> Tensor:
