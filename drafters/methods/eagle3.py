@@ -6,6 +6,7 @@ through the head's own norm and LM head, and is the feature of the next step (pa
 norms each state before ``fc``, and feeds back the output after the norm. Drafting is EAGLE's: a chain, or a tree.
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -160,6 +161,7 @@ class Eagle3Options(TreeOptions):
     ``norm_before_residual``: the first layer's residual is the feature after its norm, not before it.
     ``norm_before_fc``: one norm over all states before fc. ``fc_norm`` (EAGLE-3.1): a norm for each state before fc.
     ``norm_output`` (EAGLE-3.1): the output after the final norm is fed back; the LM head reads it as it is.
+    ``trained_steps``: steps of its training-time test, as the training records them.
     ``shape``: heads, MLP and RoPE of its layers where a released head has others than the target.
     """
 
@@ -173,6 +175,7 @@ class Eagle3Options(TreeOptions):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    trained_steps: int | None = Field(default=None, ge=1)
     shape: Eagle3Shape = Eagle3Shape()
 
 
@@ -221,6 +224,13 @@ class Eagle3Drafter(EagleDrafter):
     def __init__(self, target: TargetModel, module: nn.Module, options: Eagle3Options) -> None:
         super().__init__(target, module, options)
         self.taps = tuple(options.taps)
+        trained = options.trained_steps
+        if trained is not None and options.depth is not None and options.depth > trained:
+            warnings.warn(
+                f"depth is {options.depth}, and the head was trained on {trained} steps: later ones are accepted less "
+                f"often; compare with depth={trained}",
+                stacklevel=2,
+            )
         self._layer = cast(Any, module).config
 
     @classmethod
@@ -238,7 +248,6 @@ class Eagle3Drafter(EagleDrafter):
     def _make_head(self, options: Any) -> Part:
         target, head = self.target, cast(Any, self.module)
         runner = target.runner
-        self._fc = runner.linear(head.fc)
         norm = runner.norm(head.norm)
         if not head.norm_output:
             self.lm_head.enter = norm
@@ -250,7 +259,7 @@ class Eagle3Drafter(EagleDrafter):
         rotary = Rotary(LlamaRotaryEmbedding(head.config), head.config)
         part = runner.part(head.layers, enter, leave, rotary)
         if options.draft_dtype is not None:
-            quantize_layers(part, options.draft_dtype, self._fc)
+            quantize_layers(part, options.draft_dtype)
         return part
 
     def true_features(self, output: FeatureOutput) -> Tensor:
