@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.config import Config, DraftLayer, Layers, Vocabulary, Width
+from drafters.config import Config, DraftLayer, DraftSize, Layers, Vocabulary, Width
 from drafters.hub.declared import READERS, Layout
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import EagleDrafter, TreeOptions
@@ -175,7 +175,7 @@ class Eagle3Options(TreeOptions):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    trained_steps: int | None = Field(default=None, ge=1)
+    trained_steps: DraftSize | None = Field(default=None, ge=1)
     shape: Eagle3Shape = Eagle3Shape()
 
 
