@@ -1,10 +1,11 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
+import contextlib
 import copy
 import gc
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from drafters.common.paths import check_loadable
 from drafters.common.precision import fast_dtype
@@ -210,3 +212,17 @@ def rope_depends_on_length(config: PretrainedConfig) -> bool:
     """Whether RoPE's angles at a position change with the length of the text."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") in ("dynamic", "longrope")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' report and progress bar: the errors here say what is wrong."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -20,6 +20,7 @@ from drafters.model.fused import why_not
 from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
+from drafters.model.quantised import quantisation, unpack
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import FusedRunner, Part, PartLayer, Runner, identity, model_time
 from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change
@@ -85,6 +86,8 @@ class TargetModel:
             self.model.set_attn_implementation("sdpa")
         if self.config._attn_implementation == "eager":
             logging.getLogger(__name__).info("%s has no SDPA: its attention is transformers' eager one", self.name)
+        if quantisation(self.config):
+            unpack(self.model)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -335,6 +338,8 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
     """
     if engine != "stock":
         reasons = [found for layer in decoder_layers(body_of(model)) if (found := why_not(layer, model.config))]
+        if method := quantisation(model.config):
+            reasons.insert(0, f"its weights are quantised ({method})")
         if not reasons:
             return FusedRunner(model)
         if engine is not None:

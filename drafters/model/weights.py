@@ -8,7 +8,7 @@ drops an unexpected one; here both are errors, found from the headers of the fil
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,19 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.quantizers import AutoHfQuantizer
-from transformers.utils import logging
 
 from drafters.common.paths import readable
 from drafters.common.wording import shortened
-from drafters.model.files import fingerprinted, meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
+from drafters.model.files import (
+    fingerprinted,
+    meta_model,
+    model_fingerprint,
+    not_loaded,
+    quiet,
+    refuse_integers,
+    weight_map,
+)
+from drafters.model.quantised import options, quantisation
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
@@ -119,9 +126,8 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
 
     Raises:
         ValueError: no such files, or two sets of them; tensors that are missing, unexpected or of another shape than
-            ``config`` says; whole numbers; tied ends that differ; a quantisation whose package is not installed.
+            ``config`` says; whole numbers; tied ends that differ.
     """
-    check_quantisation(name, config)
     if elsewhere := getattr(config, "transformers_weights", None):
         raise ValueError(
             f"{name}: config.json names {shortened(elsewhere)} as transformers_weights, and the weights are read from "
@@ -199,35 +205,6 @@ def fetch(name: str, file: str, revision: str | None) -> str:
     return hf_hub_download(name, file, revision=revision)
 
 
-def quantisation(config: PretrainedConfig) -> str | None:
-    """The method that a checkpoint is quantised with ("awq", "fp8"); None: it is not."""
-    method = _options(config).get("quant_method", "unknown") if getattr(config, "quantization_config", None) else None
-    return None if method is None else str(getattr(method, "value", method))
-
-
-def _options(config: PretrainedConfig) -> dict[str, Any]:
-    """``quantization_config``, which transformers keeps as a mapping or as an object of its own."""
-    given = config.quantization_config
-    return dict(given if isinstance(given, dict) else given.to_dict())
-
-
-def check_quantisation(name: str, config: PretrainedConfig) -> None:
-    """Raise ValueError where a quantised checkpoint cannot be loaded here: its package or its device is missing."""
-    if (method := quantisation(config)) is None:
-        return
-    try:
-        quantizer = AutoHfQuantizer.from_config(_options(config), pre_quantized=True)
-        with _quiet():
-            quantizer.validate_environment(device_map=None, weights_only=True)
-    except (ImportError, RuntimeError, ValueError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(".")
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            said = f"that needs {error.name}: pip install {error.name}"
-        raise ValueError(
-            f"{name} is quantised ({method}) and cannot be loaded here: {said}; or give the model that it was made from"
-        ) from None
-
-
 def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]) -> None:
     """Raise ValueError where transformers' ``output_loading_info`` lists tensors that are not as ``config`` says."""
     unexpected = set(info["unexpected_keys"])
@@ -258,8 +235,8 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
     except ValueError as error:
         raise not_loaded(error, name, "causal LM", "the config.json of one") from error
     if quantisation(config) is not None:  # else which names are expected would depend on whether a GPU is here
-        config.quantization_config = {**_options(config), "dequantize": True}
-    with _quiet():
+        config.quantization_config = {**options(config), "dequantize": True}
+    with quiet():
         try:
             _, info = type(empty).from_pretrained(
                 None,
@@ -317,17 +294,3 @@ def _exists(name: str, file: str, revision: str | None) -> bool:
     with contextlib.suppress(OSError, HfHubHTTPError, HTTPError):  # offline: what is not in the cache is not read
         return HfApi().file_exists(name, file, revision=revision)
     return False
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' report and progress bar: the errors here say what is wrong."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
