@@ -90,7 +90,7 @@ class TargetModel:
             unpack(self.model)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = model.get_output_embeddings().out_features
         self.runner = choose_runner(model, self.name, engine, capture_only)
         self.body: Any = body_of(model)
         stock_layers = decoder_layers(self.body)

@@ -72,15 +72,29 @@ class Weights:
     def ends(self) -> tuple[str, str]:
         """Names of the embedding and the LM head. Tied ends are one tensor, under either name."""
         embedding, head = EMBEDDING, LM_HEAD
-        if not {EMBEDDING, LM_HEAD} & self.stored.keys():  # a family with other names than Llama's
-            model = meta_model(self.config)
-            names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
-            ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
-            embedding, head = (names[id(end.weight)] for end in ends)
-        if not getattr(self.config, "tie_word_embeddings", False):
+        tied, named = getattr(self.config, "tie_word_embeddings", False), {EMBEDDING, LM_HEAD} & self.stored.keys()
+        if len(named) < (1 if tied else 2):  # a family with other names than Llama's
+            embedding, head = self._ends_of_its_class()
+        if not tied:
             return embedding, head
-        tied = embedding if embedding in self.stored or head not in self.stored else head
-        return tied, tied
+        one = embedding if embedding in self.stored or head not in self.stored else head
+        return one, one
+
+    def _ends_of_its_class(self) -> tuple[str, str]:
+        """The names in the files of what transformers' class of the model calls its ends."""
+        # Imported here: an engine's process may import this module with transformers 4, which lacks it.
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model = meta_model(self.config)
+        names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
+        found: list[str] = []
+        ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
+        for end in ends:
+            name = names[id(end.weight)]
+            (before,) = revert_weight_conversion(model, {name: end.weight})
+            bare = name.removeprefix(f"{model.base_model_prefix}.")  # files of the model without its LM head
+            found.append(next((one for one in (name, before, bare) if one in self.stored), name))
+        return found[0], found[1]
 
     def path(self, key: str) -> str:
         """The file that holds a floating-point tensor, downloaded if it is on the Hub.
