@@ -20,8 +20,8 @@ from drafters.common.precision import warn_if_slow
 from drafters.common.wording import dtype_name, shortened, size_text
 from drafters.model.cache import SMALL, cache_bytes
 from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
-from drafters.model.quantised import as_asked, options, quantisation, stays_quantised, stored_bytes, to_load
-from drafters.model.weights import TEXT_NAMES, open_weights, refuse_differences, stored_tensors
+from drafters.model.quantised import as_asked, quantisation, to_load
+from drafters.model.weights import TEXT_NAMES, open_weights, quantised_bytes, refuse_differences
 
 DeviceMap = str | dict[str, Any]
 Model = TypeVar("Model", bound=nn.Module)
@@ -116,8 +116,7 @@ def load_model(
         base, _ = load_model(adapter[BASE], torch.float32, device, adapter.get("revision"), device_map, cache_tokens)
         return merge_adapter(base, name, adapter, revision).to(kind), None
     config = to_load(str(name), config, where)
-    stored = stored_bytes(stored_tensors(str(name), revision)) if stays_quantised(config) else None
-    check_memory(str(name), config, kind, devices, *cache_tokens, stored)
+    check_memory(str(name), config, kind, devices, *cache_tokens, quantised_bytes(str(name), revision, config))
     weights = open_weights(str(name), revision, config)
     places = {"": str(where)} if device_map is None and quantisation(config) else device_map
     try:
@@ -136,8 +135,7 @@ def load_model(
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
     info["unexpected_keys"] = () if weights.multimodal else info["unexpected_keys"]  # those of other modalities
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
-    if quantisation(config) and options(config).get("dequantize"):
-        as_asked(model, kind)
+    as_asked(model, config, kind)
     if device_map is None:
         return model if places else model.to(where), weights.fingerprint()
     _check_places(model, name, device_map)

@@ -5,8 +5,7 @@ transformers loads them. What it lacks is said here, in one line and before weig
 
 import copy
 from importlib.util import find_spec
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +13,6 @@ from transformers import PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from drafters.model.files import quiet
-
-if TYPE_CHECKING:
-    from drafters.model.weights import Stored
 
 # Packages that transformers asks for one after the other, or in place of which it names a GPU.
 PACKAGES = {
@@ -79,20 +75,10 @@ def _check(name: str, method: str, given: dict[str, Any], device: torch.device) 
         raise ValueError(f"{name} is quantised ({method}) and cannot be loaded here: {said}; {instead}") from None
 
 
-def stays_quantised(config: PretrainedConfig) -> bool:
-    """Return True if the weights that ``to_load`` describes stay as small in memory as they are in their files."""
-    method = quantisation(config)
-    return method not in (None, "compressed-tensors") and not options(config).get("dequantize")
-
-
-def stored_bytes(stored: "dict[str, Stored]") -> int:
-    """Bytes of all tensors in the files of a model."""
-    bits = {place.dtype: int("".join(filter(str.isdigit, place.dtype[:4])) or 8) for place in stored.values()}
-    return sum(prod(place.shape) * bits[place.dtype] // 8 for place in stored.values())
-
-
-def as_asked(model: nn.Module, dtype: torch.dtype) -> None:
+def as_asked(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype) -> None:
     """Bring weights that transformers has turned into bf16 to ``dtype``, in place; float32 ones stay."""
+    if quantisation(config) is None or not options(config).get("dequantize"):
+        return
     for weights in model.parameters():
         if weights.dtype == torch.bfloat16:
             weights.data = weights.data.to(dtype)

@@ -6,6 +6,7 @@ and "graphs" run layers rewritten for decoding. Loading checks once that what ru
 
 import logging
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -196,7 +197,9 @@ class TargetModel:
     def bytes_read(self) -> int:
         """Bytes of weights that decoding one token reads: not other tokens' embeddings, nor experts not chosen."""
         total = 0
-        for name, weights in self.model.named_parameters():
+        # Packed weights are buffers.
+        packed = self.model.named_buffers() if quantisation(self.config) else ()
+        for name, weights in chain(self.model.named_parameters(), packed):
             if weights is self.embedding and weights is not self.model.get_output_embeddings().weight:
                 continue
             chosen = 1.0

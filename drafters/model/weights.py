@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,6 +184,15 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
         return found
     text = [key for key in found if renamed[key] != key or key.startswith("lm_head.")]
     return {renamed[key]: found[key] for key in text}
+
+
+def quantised_bytes(name: str, revision: str | None, config: PretrainedConfig) -> int | None:
+    """Bytes of a model's weights in its files; None unless they stay as small in memory (``quantised.to_load``)."""
+    if quantisation(config) in (None, "compressed-tensors") or options(config).get("dequantize"):
+        return None
+    stored = stored_tensors(name, revision).values()
+    bits = {place.dtype: int(re.sub(r"^\D+(\d*).*", r"\1", place.dtype) or 8) for place in stored}  # "F8_E4M3", "BOOL"
+    return sum(prod(place.shape) * bits[place.dtype] // 8 for place in stored)
 
 
 def weight_files(name: str, revision: str | None = None) -> list[str]:
