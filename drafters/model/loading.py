@@ -136,10 +136,9 @@ def load_model(
     info["unexpected_keys"] = () if weights.multimodal else info["unexpected_keys"]  # those of other modalities
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
     as_asked(model, config, kind)
-    if device_map is None:
-        return model if places else model.to(where), weights.fingerprint()
-    _check_places(model, name, device_map)
-    return model, weights.fingerprint()
+    if device_map is not None:
+        _check_places(model, name, device_map)
+    return model if places else model.to(where), weights.fingerprint()
 
 
 def _check_places(model: PreTrainedModel, name: str, device_map: DeviceMap) -> None:

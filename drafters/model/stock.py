@@ -6,6 +6,7 @@ scaled embeddings, capped logits, norms in any order, sinks, latent attention an
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -114,6 +115,7 @@ class StockRunner(Runner):
                 raise
             self.scopes = {}
         self._fused: FusedRunner | None = None
+        self._alone = threading.Lock()  # a forward changes the model: its hooks, and with Kangaroo its layers
 
     @torch.no_grad()
     def shapes(self) -> list[Shape]:
@@ -155,13 +157,14 @@ class StockRunner(Runner):
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
         found: Taps = {start: given} if start else {}
-        hooks = [self._hook(tap, found) for tap in taps if tap not in found]
-        try:
-            with model_time(), attention_kernels(given.device), self._only(start, stop):
-                hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self._alone, model_time(), attention_kernels(given.device):
+            hooks = [self._hook(tap, found) for tap in taps if tap not in found]
+            try:
+                with self._only(start, stop):
+                    hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
+            finally:
+                for hook in hooks:
+                    hook.remove()
         return hidden.to(given.device), {tap: found[tap].to(given.device) for tap in taps}
 
     def _own_mask(self, placed: Placed, scope: Scope) -> Tensor | None:
