@@ -14,7 +14,6 @@ import psutil
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from drafters.common.paths import check_loadable
@@ -22,6 +21,7 @@ from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import Dtype, StoredDtype
 from drafters.hub.client import look_up
+from drafters.model.text_lm import has_causal_lm
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -98,7 +98,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     whole: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
     found: PretrainedConfig = getattr(whole, "text_config", None) or whole
     if found is not whole:  # multimodal
-        if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if not has_causal_lm(found):
             raise ValueError(
                 f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
                 f"model ({found.model_type}); give another target"

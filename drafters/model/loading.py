@@ -133,7 +133,7 @@ def load_model(
         )
     except (OSError, KeyError, SafetensorError) as error:
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
-    info["unexpected_keys"] = () if weights.multimodal else info["unexpected_keys"]  # those of other modalities
+    info["unexpected_keys"] = set(info["unexpected_keys"]) & weights.stored.keys()  # not those of other modalities
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
     as_asked(model, config, kind)
     if device_map is not None:

@@ -42,6 +42,7 @@ SHOWN = 4  # tensors that a message names
 
 
 # How files of multimodal models name the tensors of their text model, and the names there.
+VISION = "visual."  # beside Llama's names, in Qwen2-VL's and Qwen2.5-VL's files
 TEXT_NAMES = {r"^(language_model\.model|model\.language_model)\.": "model.", r"^language_model\.lm_head\.": "lm_head."}
 
 
@@ -181,7 +182,7 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
     for pattern, name in TEXT_NAMES.items():
         renamed = {key: re.sub(pattern, name, new) for key, new in renamed.items()}
     if renamed == {key: key for key in found}:
-        return found
+        return {key: place for key, place in found.items() if not key.startswith(VISION)}
     text = [key for key in found if renamed[key] != key or key.startswith("lm_head.")]
     return {renamed[key]: found[key] for key in text}
 
