@@ -207,8 +207,7 @@ what differs.
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
 
-Of a multimodal folder (Gemma 3, Mistral 3, LLaVA, Qwen2.5-VL, Qwen3-VL) the text model is taken, for text only. Most others
-are refused in one line.
+Of a multimodal folder (Gemma 3, Mistral 3, LLaVA, Qwen2.5-VL, Qwen3-VL) the text model is taken, for text only.
 
 ## Quantised
 A checkpoint that transformers loads is decoded, captured and trained for. Each kind was tried on a CPU with a tiny
