@@ -1,5 +1,6 @@
 """Quantised targets as they are published: they decode as transformers runs them, or one line says what is missing."""
 
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import pytest
 import quantised_folders as published
+import tiny_run
 import torch
 from conformance import prompt
 from families import DECODED, WIDE, build, decode
+from test_features import run, write_config
 
-from drafters import TargetModel, load_frozen_ends, make_drafter
+from data_prep.store.reader import FeatureStore
+from drafters import TargetModel, load_drafter, load_frozen_ends, make_drafter
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model import loading, quantised
 from drafters.model.files import load_config_only
@@ -115,3 +119,19 @@ def test_a_quantised_lm_head(tmp_path: Path) -> None:
     published.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"no tensors named .*lm_head.weight.* \(but lm_head.qweight: .* quantised"):
         load_frozen_ends(folder)
+
+
+def test_features_are_captured_and_trained_on(target_folder: Path, tmp_path: Path) -> None:
+    """Catches a capture that another fingerprint or dtype stops, and features of other weights than decoding has."""
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    published.fp8(folder)
+    run(write_config(tmp_path, folder))
+    stored = FeatureStore.open(tmp_path / "out" / "train")[0]
+    target = TargetModel.from_pretrained(str(folder), "float32", "cpu", engine="stock")
+    torch.testing.assert_close(
+        stored.features, target.features(stored.input_ids[None]).features[0], atol=1e-4, rtol=1e-3
+    )
+    values = tiny_run.settings(str(folder), tmp_path / "out", tmp_path / "run", steps=2, batch_tokens=256)
+    tiny_run.train_here("eagle", values)
+    assert load_drafter(str(tmp_path / "run"), target).target is target

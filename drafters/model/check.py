@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drafters.model.target import TargetModel
 
 ROWS, PROMPT = 12, 4  # rows of the check, and how many of them are the prompt
-SHORTER = 2  # tokens by which the second batch row's prompt is shorter
+SHORTER = 2  # tokens that the second batch row's prompt has fewer
 WINDOW = 4  # of a sliding window or a chunk during the check
 LOGITS = 1000.0  # the largest logit of the recorded forward: a cap or a scale changes it visibly
 

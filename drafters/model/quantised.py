@@ -14,7 +14,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from drafters.model.files import quiet
 
-# Packages that transformers asks for one after the other, or in place of which it names a GPU.
+# transformers asks for the two of GPTQ one after the other, and names a GPU where only a package is missing.
 PACKAGES = {
     "awq": ("gptqmodel",),
     "gptq": ("optimum", "gptqmodel"),
