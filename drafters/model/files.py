@@ -21,7 +21,7 @@ from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import Dtype, StoredDtype
 from drafters.hub.client import look_up
-from drafters.model.text_lm import has_causal_lm
+from drafters.model.text_lm import with_causal_lm
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -98,7 +98,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     whole: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
     found: PretrainedConfig = getattr(whole, "text_config", None) or whole
     if found is not whole:  # multimodal
-        if not has_causal_lm(found):
+        if not with_causal_lm(found):
             raise ValueError(
                 f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
                 f"model ({found.model_type}); give another target"

@@ -3,12 +3,17 @@
 There the LM head belongs to the multimodal class. For text it is the text model and a product, as of any causal LM.
 """
 
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING,
+    MODEL_MAPPING_NAMES,
+)
 
 
 class TextLM(PreTrainedModel, GenerationMixin):
@@ -20,7 +25,8 @@ class TextLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
-        self.model = AutoModel.from_config(config)
+        kind: Any = MODEL_MAPPING[type(config).__base__]  # see _own_class
+        self.model = kind(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -31,14 +37,21 @@ class TextLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
 
 
-def has_causal_lm(config: PretrainedConfig) -> bool:
-    """Return True if ``AutoModelForCausalLM`` makes a model of a text model's configuration, or does from now on."""
+def with_causal_lm(config: PretrainedConfig) -> bool:
+    """Have ``AutoModelForCausalLM`` make a model of a text model's configuration, in place; False if it cannot."""
     kind = config.model_type
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return True
     if not kind.endswith("_text") or kind not in MODEL_MAPPING_NAMES:
         return False
-    name = type(config).__name__.removesuffix("Config")
-    made: Any = type(f"{name}ForCausalLM", (TextLM,), {"config_class": type(config), "__module__": __name__})
-    AutoModelForCausalLM.register(type(config), made, exist_ok=True)
+    config.__class__ = _own_class(type(config))
     return True
+
+
+@cache
+def _own_class(kind: Any) -> Any:
+    """A configuration class with a causal LM. transformers ignores what is registered for classes of its own."""
+    own: Any = type(kind.__name__, (kind,), {"__module__": __name__})
+    model: Any = type(f"{kind.__name__.removesuffix('Config')}ForCausalLM", (TextLM,), {"config_class": own})
+    AutoModelForCausalLM.register(own, model)
+    return own
