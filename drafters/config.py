@@ -41,6 +41,7 @@ SHIFTED: Final = "feature+shifted_token"
 UNSHIFTED: Final = "feature+unshifted_token"
 # The kind of an EAGLE head's decoder layer: the target's own, or Llama's with the target's width, heads and RoPE.
 HeadLayer = Literal["target", "llama"]
+DraftLayer = Literal["llama", "qwen3"]  # the kind of the decoder layers of other heads, of the target's width
 
 
 class Config(BaseModel):
@@ -161,4 +162,4 @@ def _fields_at(schema: Any, location: list[str]) -> list[str]:
         annotation = fields[part].annotation
         nested = [annotation, *getattr(annotation, "__args__", ())]
         schema = next((a for a in nested if hasattr(a, "model_fields")), schema)
-    return list(getattr(schema, "model_fields", {}))
+    return [field.alias or name for name, field in getattr(schema, "model_fields", {}).items()]

@@ -15,9 +15,11 @@ from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.rows import CHAIN, Rows
+from drafters.model.runner import identity
 from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, Path, Shape, ShapePolicy
@@ -125,6 +127,28 @@ def eagle(target: TargetModel, noise: float | None, tree: str, **options: object
     drafter = kind(target, copy.deepcopy(_head(target, chosen.inputs)), chosen)
     if isinstance(drafter, OracleEagle):
         drafter.noise = noise or 0.0
+    return drafter
+
+
+class OracleEagle3(OracleEagle, Eagle3Drafter):
+    """The same with an EAGLE-3 head."""
+
+
+def eagle3(target: TargetModel, noise: float | None, tree: str, kept: int | None = None, **options: Any) -> Any:
+    """An EAGLE-3 drafter with a random head; ``noise`` makes it an oracle that drafts with ``kept`` tokens."""
+    given: dict[str, Any] = {"taps": [1, 2, 3], "draft_vocab_size": kept} | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head: Any = Eagle3Drafter.build_module(target.config, given)
+        if kept is not None:
+            ids = torch.randperm(target.vocab_size)[:kept].sort().values
+            head.d2t.copy_(ids - torch.arange(kept))
+    if noise is None:
+        return Eagle3Drafter(target, head, Eagle3Options(tree=tree, **given))  # type: ignore[arg-type]
+    rows = target.model.get_output_embeddings().weight.detach()
+    head.lm_head.weight.data.copy_(rows if kept is None else rows[ids])
+    drafter = OracleEagle3(target, head, Eagle3Options(tree=tree, **given))  # type: ignore[arg-type]
+    drafter.noise, drafter.lm_head.enter = noise, identity
     return drafter
 
 

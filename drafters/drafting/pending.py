@@ -5,22 +5,24 @@ from torch import Tensor
 
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import last_of, rows_of
-from drafters.model.target import FeatureOutput
 
 
 class PendingFeatures:
     """Features ``[B, R, H]`` of committed rows, right-padded, with the number of real ones in each batch row.
 
     Args:
-        output: of the prefill. lengths: of the prompts. The last feature of each prompt is pending.
+        features: of the prefill. lengths: of the prompts. The last feature of each prompt is pending.
     """
 
-    def __init__(self, output: FeatureOutput, lengths: list[int]) -> None:
-        self.features, self.counts = last_of(output.features, lengths)[:, None], [1] * len(lengths)
+    def __init__(self, features: Tensor, lengths: list[int]) -> None:
+        self.features, self.counts = last_of(features, lengths)[:, None], [1] * len(lengths)
 
-    def add(self, output: FeatureOutput, verdict: Verdict) -> None:
-        """Append the features of the rows that a step committed; none for a finished batch row."""
-        features, rows = output.features, verdict.rows
+    def add(self, features: Tensor, verdict: Verdict) -> None:
+        """Append, of the features ``[B, N + 1, H]`` of [root, nodes], those that a step committed.
+
+        A finished batch row gets none.
+        """
+        rows = verdict.rows
         if any(self.counts):
             width = self.features.shape[1]
             features = torch.cat([self.features, features], dim=1)

@@ -6,14 +6,14 @@ those of token_{i+2}: the token sampled at i + 1 is known, which resolves the fe
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
+from drafters.config import SHIFTED, UNSHIFTED, Config, DraftSize, HeadInputs, HeadLayer
 from drafters.drafting.passes import grow_by_passes
 from drafters.drafting.pending import PendingFeatures
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
@@ -27,6 +27,7 @@ from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
 from drafters.model.layers import SERVED, check_head, layer_config, layer_kind, made, own_rope
 from drafters.model.rows import CHAIN, Rows
+from drafters.model.runner import Part
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import PRIOR, Probability, ShapePolicy, Way
 
@@ -98,8 +99,8 @@ class EagleHead(nn.Module):
         return embeddings if self.reads == "token" else features
 
 
-class EagleOptions(DraftHeadOptions):
-    """Options of the EAGLE drafter.
+class TreeOptions(Config):
+    """Shape of the drafts of an EAGLE head.
 
     ``tree``: chain; static (the paper's Figure 9, or ``paths``); dynamic (EAGLE-2); auto: the chain or static tree of
     most expected tokens per second on this machine, or no draft where none is profitable.
@@ -109,8 +110,6 @@ class EagleOptions(DraftHeadOptions):
     ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
     ``acceptance``: prior of auto, by "greedy" and "sampled": for each depth, how often the candidate of each rank is
     right where those before it are wrong.
-    ``inputs``: what the head was trained to read; engines and released checkpoints know only the default. ``fc_bias``:
-    its fc has a bias. ``layer``: the kind of its decoder layer.
     """
 
     tree: Literal["auto", "chain", "static", "dynamic"] = "auto"
@@ -119,6 +118,15 @@ class EagleOptions(DraftHeadOptions):
     nodes: DraftSize = Field(default=59, ge=1)
     paths: list[list[DraftSize]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
+
+
+class EagleOptions(TreeOptions, DraftHeadOptions):
+    """Options of the EAGLE drafter.
+
+    ``inputs``: what the head was trained to read; engines and released checkpoints know only the default. ``fc_bias``:
+    its fc has a bias. ``layer``: the kind of its decoder layer.
+    """
+
     inputs: HeadInputs = SHIFTED
     fc_bias: bool = False
     layer: HeadLayer = "target"
@@ -135,7 +143,7 @@ class EagleDrafter(LearnedDrafter):
     """
 
     name = "eagle"
-    options = EagleOptions
+    options: ClassVar[type[Config]] = EagleOptions
     card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
     layout = Layout(
         "an EAGLE head",
@@ -147,7 +155,7 @@ class EagleDrafter(LearnedDrafter):
         options={"inputs": SHIFTED},
         bias="fc.bias",
     )
-    recipe = Recipe(
+    recipe: ClassVar[Recipe | None] = Recipe(
         learning_rate=3.0e-5,
         rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
         small={"start": "regression"},
@@ -158,12 +166,15 @@ class EagleDrafter(LearnedDrafter):
     follows = True
     unread = {"auto": ("paths",), "chain": ("paths",), "static": ("depth",), "dynamic": ("paths",)}
     policy: ShapePolicy | None = None
+    inputs: HeadInputs = SHIFTED
 
-    def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
+    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
         super().__init__(target, module, options)
-        self.given, self.inputs = options, options.inputs
+        self.given = options
         self.lm_head = self.draft_head(options)
         self.tree, self.top_k = options.tree, min(options.top_k, self.lm_head.width)
+        self._layer = layer_config(target.config, cast(Any, module).layer)
+        self._one_call: Any = None  # a pass of the head over a draft of one sequence
         self.depth = options.depth or DEPTHS[self.tree]
         chain = [[0] * level for level in range(1, self.depth + 1)]
         self.plan = TreePlan(chain if self.tree == "chain" else options.paths or EAGLE_TREE, target.device)
@@ -173,28 +184,29 @@ class EagleDrafter(LearnedDrafter):
         if self.tree == "auto":
             self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)), options.acceptance)
             self.max_draft, self.remembers = options.nodes, True
-        self._make_head(options)
+        self._head = self._make_head(options)
         self._cache = KVCache.nothing()
         self._pending: PendingFeatures
 
-    def _make_head(self, options: EagleOptions) -> None:
+    def _make_head(self, options: Any) -> Part:
+        self.inputs = options.inputs
         target, head, unshifted = self.target, cast(Any, self.module), self.inputs == UNSHIFTED
         fc, width = target.runner.linear(head.fc) if hasattr(head, "fc") else None, target.hidden_size
         # Unshifted, a feature goes through the tree with its own token's embedding, because a node's token is its
         # children's input.
-        self.lm_head.reads = width if unshifted else None
+        if unshifted:
+            self.lm_head.enter = lambda states: states[..., :width]
 
         def enter(states: Tensor, tokens: Tensor) -> Tensor:
             embeddings = states[..., width:] if unshifted else target.embed(tokens)
             return head.enter(states[..., :width], embeddings, fc)
 
-        self._head = target.runner.part(head.layers, enter, rotary=own_rope(head, target.config))
+        part = target.runner.part(head.layers, enter, rotary=own_rope(head, target.config))
         if options.draft_dtype is not None:
-            quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
-        self._layer = layer_config(target.config, head.layer)
-        self._one_call = None  # a pass of the head over a draft of one sequence
+            quantize_layers(part, options.draft_dtype, *([] if fc is None else [fc]))
         if self.inputs == SHIFTED:
-            self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.embedding)
+            self._one_call = backend.head_pass(part, fc, self.lm_head.product, target.embedding)
+        return part
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -206,6 +218,10 @@ class EagleDrafter(LearnedDrafter):
         given = self.given.model_dump(exclude=set(DraftHeadOptions.model_fields), exclude_defaults=True)
         options = {"tree": self.tree, "top_k": self.top_k, "nodes": self.given.nodes, "layer": self.module.layer}
         return given | options | self.lm_head.options()
+
+    def true_features(self, output: FeatureOutput) -> Tensor:
+        """Return what the head reads of the target's rows, ``[B, R, H]``."""
+        return output.features
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
@@ -224,11 +240,12 @@ class EagleDrafter(LearnedDrafter):
 
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
-        self._cache = self.target.new_cache(state.batch, state.cache.capacity, 1, self._layer)
-        self._pending = PendingFeatures(output, state.prompt_lengths)
+        layers, features = len(cast(Any, self.module).layers), self.true_features(output)
+        self._cache = self.target.new_cache(state.batch, state.cache.capacity, layers, self._layer)
+        self._pending = PendingFeatures(features, state.prompt_lengths)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
-            self._read(output.features[:, :-1], prompts, state)
+            self._read(features[:, :-1], prompts, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
         depth, head = state.longest_draft(self.depth), self.lm_head
@@ -255,12 +272,12 @@ class EagleDrafter(LearnedDrafter):
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        self._pending.add(output, verdict)
+        self._pending.add(self.true_features(output), verdict)
         if self.policy is not None:
             self.policy.learn(self.plan, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        self._pending.add(output, verdict)
+        self._pending.add(self.true_features(output), verdict)
 
     def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
         """Take in true features ``[B, R, H]`` and the token after each; returns the predicted next ``[B, 1, H]``."""

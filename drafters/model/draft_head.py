@@ -23,7 +23,7 @@ from drafters.common.wording import dtype_name
 from drafters.config import Amount, Config, Vocabulary
 from drafters.model.fused import FusedLayer
 from drafters.model.linear import Product, draft_dtype
-from drafters.model.runner import Part, model_time
+from drafters.model.runner import Part, Transform, identity, model_time
 from drafters.model.stock import LogitChange
 from drafters.model.target import TargetModel
 from drafters.model.weights import fetch
@@ -54,13 +54,13 @@ class DraftHead:
 
     Args:
         model: whose LM head it is. ids: ``[N]`` the tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
-        own: the drafter's own LM head, used instead of the model's.
+        own: the drafter's own LM head, used instead of the model's; it may have the rows of ``ids`` only.
 
     Attributes:
-        reads: of wider states only the first ``reads`` numbers are used; None: all.
+        enter: what features go through before the LM head.
     """
 
-    reads: int | None = None
+    enter: Transform = staticmethod(identity)
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class DraftHead:
         head = own or model.model.get_output_embeddings()
         self._change = None if own is not None else model.logit_change
         self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        weight, bias = self._outputs(self.ids)
+        reduced = own is not None and own.out_features < rows
+        weight, bias = self._outputs(None if reduced else self.ids)
         self._product = Product(weight, bias, changing=text)
         if kept is not None:
             self._product.quantize(kept)
@@ -96,8 +97,7 @@ class DraftHead:
 
     def __call__(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` -> logits ``[..., width]``."""
-        if self.reads is not None:
-            features = features[..., : self.reads]
+        features = self.enter(features)
         if self._product is None:
             return self.model.lm_head(features)
         with model_time():
@@ -140,7 +140,7 @@ class DraftHead:
     @property
     def product(self) -> Any:
         """The product that a call is; None where it is not one of these."""
-        if self.reads is not None or self.model.logit_change is not None:
+        if self.enter is not identity or self.model.logit_change is not None:
             return None
         return self._product if self._product is not None else self.model.lm_product
 

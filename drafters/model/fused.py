@@ -182,10 +182,14 @@ class FusedMLP:
 class FusedLayer:
     """A decoder layer: ``h + attention(norm(h))``, then, if it has an MLP, ``h + mlp(norm(h))``.
 
+    EAGLE-3's first layer takes ``[B, R, 2 H]``, an embedding e beside h: ``h + attention(norm(e), feature_norm(h))``.
+
     ``products``: its linear layers, a mixture's experts apart.
     """
 
     def __init__(self, layer: Any) -> None:
+        self.feature_norm = FusedNorm(layer.hidden_norm) if hasattr(layer, "hidden_norm") else None
+        self.norm_before_residual: bool = getattr(layer, "norm_before_residual", False)
         self.attention_norm, self.attention = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn)
         self.groups = self.attention.groups
         self.few_rows = 0 if self.attention.few is None else self.attention.few.rows
@@ -200,7 +204,14 @@ class FusedLayer:
         self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
     ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
+        if self.feature_norm is None:
+            normed = self.attention_norm(hidden)
+        else:
+            embedding, hidden = hidden.chunk(2, dim=-1)
+            features = self.feature_norm(hidden)
+            normed = torch.cat([self.attention_norm(embedding), features], dim=-1)
+            hidden = features if self.norm_before_residual else hidden
+        hidden = hidden + self.attention(normed, angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 
     def quantize(self, layer: Any, kind: Quantization) -> None:

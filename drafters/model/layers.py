@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from drafters.config import HeadLayer
+from drafters.config import DraftLayer, HeadLayer
 from drafters.model.cache import KVCache, head_sizes
 from drafters.model.files import SUPPORTED
 from drafters.model.runner import Rotary
@@ -64,22 +65,22 @@ def default_layer(config: PretrainedConfig) -> HeadLayer:
     return "target" if own else "llama"
 
 
-def layer_config(config: PretrainedConfig, layer: HeadLayer) -> PretrainedConfig:
+def layer_config(config: PretrainedConfig, layer: HeadLayer | DraftLayer) -> PretrainedConfig:
     """The configuration of a head's decoder layer of this kind, for a target with ``config``; raises as
     ``layer_kind``."""
     return config if layer == "target" else layer_kind(config, layer).config
 
 
 def own_rope(head: Any, config: PretrainedConfig) -> Rotary | None:
-    """Return the RoPE of a head's Llama layer; None if its layer is the target's own and uses the target's."""
+    """Return the RoPE of a head's Llama or Qwen3 layer; None if its layer is the target's own and uses the target's."""
     if head.layer == "target":
         return None
     own = layer_config(config, head.layer)
     return Rotary(LlamaRotaryEmbedding(own), own)  # type: ignore[arg-type]
 
 
-def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKind:
-    """Look up the layer classes of ``config``'s family; ``layer``: or those of Llama, of the same widths.
+def layer_kind(config: PretrainedConfig, layer: HeadLayer | DraftLayer = "target") -> LayerKind:
+    """Look up the layer classes of ``config``'s family; ``layer``: or those of Llama or Qwen3, of the same widths.
 
     A mixture of experts gets Mistral's dense layer of the same widths: the EAGLE paper's head for Mixtral has 0.28B
     parameters (Table 2), which is one dense layer; eight experts would be 1.4B.
@@ -92,6 +93,10 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
         return LayerKind(
             llama, LlamaDecoderLayer, LlamaAttention, LlamaRotaryEmbedding, LlamaRMSNorm, llama.rms_norm_eps
         )
+    if layer == "qwen3":
+        qwen: Any = Qwen3Config(**{**llama_config(config).to_dict(), "model_type": "qwen3"})
+        qwen._attn_implementation = "sdpa"
+        return LayerKind(qwen, Qwen3DecoderLayer, Qwen3Attention, LlamaRotaryEmbedding, LlamaRMSNorm, qwen.rms_norm_eps)
     own = copy.deepcopy(config)
     own.num_hidden_layers = 1
     own._attn_implementation = "sdpa"

@@ -1,0 +1,264 @@
+"""EAGLE-3: a head that reads three of the target's hidden states and is trained on its own steps (Li et al. 2025).
+
+States after a few, half and nearly all of the target's layers are concatenated, and ``fc`` makes a feature of them. The
+draft layer's attention reads cat(norm(embedding of token_{i+1}), norm(feature_i)); its output, about token_{i+2}, goes
+through the head's own norm and LM head, and is the feature of the next step (paper, section 3.1, Figure 5). EAGLE-3.1
+norms each state before ``fc``, and feeds back the output after the norm. Drafting is EAGLE's: a chain, or a tree.
+"""
+
+import warnings
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from drafters.config import DraftLayer, Layers, Vocabulary
+from drafters.hub.declared import Layout
+from drafters.loop.state import DecodeState
+from drafters.methods.eagle import EagleDrafter, TreeOptions
+from drafters.model.cache import KVCache
+from drafters.model.draft_head import DraftHead, quantize_layers
+from drafters.model.layers import LayerKind, layer_kind, made, own_rope
+from drafters.model.runner import Part, identity, model_time
+from drafters.model.target import FeatureOutput, TargetModel
+
+D2T = "d2t"  # int64 [N]: the target's id of draft token i is i + d2t[i], as engines store it
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama or Qwen3 layer whose attention reads an embedding beside the feature: ``[..., 2 H]`` -> ``[..., H]``.
+
+    Attributes:
+        norm_before_residual: the residual is the feature after ``hidden_norm``, not before it.
+    """
+
+    def __init__(self, kind: LayerKind, norm_before_residual: bool) -> None:
+        super().__init__()
+        config: Any = kind.config
+        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, outputs, bias=False))
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.hidden_norm = made(config, kind.norm, config.hidden_size, eps=kind.eps)
+        self.norm_before_residual = norm_before_residual
+
+    def forward(self, hidden: Tensor, use_cache: bool = False, **given: Any) -> Tensor:
+        """The other arguments are those of the decoder layers of transformers."""
+        embedding, feature = hidden.chunk(2, dim=-1)
+        normed = self.hidden_norm(feature)
+        residual = normed if self.norm_before_residual else feature
+        both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        hidden = residual + self.self_attn(hidden_states=both, **given)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(nn.Module):
+    """``fc`` over the target's states, a layer that reads embeddings too, a norm, and an LM head.
+
+    Parameter names are those that engines load. The embedding is the target's. The options are ``Eagle3Options``'.
+
+    Raises:
+        ValueError: the target has no such layers, or fewer tokens than the draft vocabulary.
+    """
+
+    inputs = 2  # hidden states that it takes
+
+    def __init__(self, target_config: PretrainedConfig, options: "Eagle3Options") -> None:
+        super().__init__()
+        kind = layer_kind(target_config, options.layer)
+        config: Any = kind.config
+        wide, count = config.hidden_size, len(options.taps)
+        _check(options, target_config)
+        config.num_hidden_layers = options.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = ["full_attention"] * options.layers
+        self.config, self.layer, self.hidden_size = config, options.layer, wide
+        self.fc_norm = nn.ModuleList(self._norm(kind, wide) for _ in options.taps if options.fc_norm)
+        self.input_norm = self._norm(kind, count * wide) if options.norm_before_fc else None
+        self.fc = nn.Linear(count * wide, wide, bias=False)
+        later = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(1, options.layers)]
+        self.layers = nn.ModuleList([Eagle3Layer(kind, options.norm_before_residual), *later])
+        self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
+        self.norm, self.norm_output = self._norm(kind, wide), options.norm_output
+        rows = options.draft_vocab_size or target_config.vocab_size
+        self.lm_head = nn.Linear(wide, rows, bias=False) if options.own_lm_head else None
+        if options.draft_vocab_size is not None:  # until training or a checkpoint sets it: the first tokens
+            self.register_buffer(D2T, torch.zeros(rows, dtype=torch.int64))
+        for weights in self.parameters():
+            if weights.dim() == 2:
+                nn.init.normal_(weights, std=config.initializer_range)
+
+    @staticmethod
+    def _norm(kind: LayerKind, width: int) -> nn.Module:
+        return made(kind.config, kind.norm, width, eps=kind.eps)
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        position_ids: Tensor,
+        attention_mask: Any = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Predict what is fed back, ``[B, T, H]``; ``scored`` of it enters the LM head.
+
+        Args:
+            features: ``[B, T, H]``, ``fused`` states of the target, or what this returned before.
+            embeddings: ``[B, T, H]``, of the next tokens.
+            attention_mask: bool ``[B, 1, T, S]``; None is causal.
+        """
+        hidden = torch.cat([embeddings, features], dim=-1)
+        angles = self.rotary_emb(features, position_ids)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                position_embeddings=angles,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        return self.norm(hidden) if self.norm_output else hidden
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Make features ``[..., H]`` of the target's states ``[..., taps * H]``."""
+        if len(self.fc_norm):
+            parts = states.split(self.hidden_size, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(states if self.input_norm is None else self.input_norm(states))
+
+    def scored(self, predicted: Tensor) -> Tensor:
+        """Return what enters the LM head, ``[..., H]``."""
+        return predicted if self.norm_output else self.norm(predicted)
+
+
+class Eagle3Options(TreeOptions):
+    """Options of the EAGLE-3 drafter; the keys from ``taps`` on describe the head.
+
+    ``draft_dtype``: draft with an int8 copy of the head's layer and LM head.
+    ``taps``: the target's states that it reads: 2 is the output of the second layer, the input of layer 2 (counted from
+    0), transformers' hidden_states[2]. These are the numbers that EAGLE-3's configs call auxiliary layer ids.
+    ``layer``: its decoder layers are Llama's or Qwen3's (with norms of queries and keys). ``layers``: number of them.
+    ``own_lm_head``: false: it drafts with the target's LM head. ``draft_vocab_size``: tokens of its own LM head; null:
+    all.
+    ``norm_before_residual``: the first layer's residual is the feature after its norm, not before it.
+    ``norm_before_fc``: one norm over all states before fc. ``fc_norm`` (EAGLE-3.1): a norm for each state before fc.
+    ``norm_output`` (EAGLE-3.1): the output after the final norm is fed back; the LM head reads it as it is.
+    ``trained_steps``: steps of its training-time test, as the training records them.
+    """
+
+    draft_dtype: Literal["int8"] | None = None
+    taps: list[Layers] = Field(min_length=1)
+    layer: DraftLayer = "llama"
+    layers: Layers = Field(default=1, ge=1)
+    own_lm_head: bool = True
+    draft_vocab_size: Vocabulary | None = Field(default=None, ge=1)
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    trained_steps: int | None = Field(default=None, ge=1)
+
+
+def _check(options: Eagle3Options, target: PretrainedConfig) -> None:
+    """Raise ValueError unless a target with this configuration has such states and tokens."""
+    if (last := max(options.taps)) > target.num_hidden_layers or min(options.taps) < 0:
+        raise ValueError(
+            f"taps are {options.taps}, and the target has {target.num_hidden_layers} layers: tap {last} is no state of "
+            f"it; give numbers from 0 (the embeddings) to {target.num_hidden_layers}"
+        )
+    if options.norm_before_fc and options.fc_norm:
+        raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one of them")
+    size = options.draft_vocab_size
+    if size is not None and not options.own_lm_head:
+        raise ValueError(f"draft_vocab_size is {size:,}, and own_lm_head is false; leave one of them out")
+    if size is not None and size > target.vocab_size:
+        raise ValueError(f"draft_vocab_size is {size:,}, and the target's vocabulary has {target.vocab_size:,} tokens")
+
+
+class Eagle3Drafter(EagleDrafter):
+    """Drafts as EAGLE does, with an EAGLE-3 head.
+
+    Raises:
+        ValueError: ``paths`` that are no tree, or a d2t that is not increasing or points outside of the vocabulary.
+    """
+
+    name = "eagle3"
+    options = Eagle3Options
+    card_title = "EAGLE-3 head ([EAGLE-3](https://arxiv.org/abs/2503.01840))"
+    layout = Layout()
+    recipe = None
+
+    def __init__(self, target: TargetModel, module: nn.Module, options: Eagle3Options) -> None:
+        super().__init__(target, module, options)
+        self.taps = tuple(options.taps)
+        trained = options.trained_steps
+        if trained is not None and options.depth is not None and options.depth > trained:
+            warnings.warn(
+                f"depth is {options.depth}, and the head was trained on {trained} steps: later ones are accepted less "
+                f"often; compare with depth={trained}",
+                stacklevel=2,
+            )
+
+    @classmethod
+    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
+        return Eagle3Head(target_config, Eagle3Options(**drafter_config))
+
+    def drafter_config(self) -> dict[str, Any]:
+        return self.given.model_dump(exclude_defaults=True) | {"tree": self.tree, "taps": list(self.taps)}
+
+    def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
+        head = cast(Eagle3Head, self.module)
+        ids = draft_ids(head, self.target.vocab_size)
+        return DraftHead(self.target, ids, options.draft_dtype, own or head.lm_head)
+
+    def _make_head(self, options: Any) -> Part:
+        target, head = self.target, cast(Any, self.module)
+        runner = target.runner
+        self._fc = runner.linear(head.fc)
+        norm = runner.norm(head.norm)
+        if not head.norm_output:
+            self.lm_head.enter = norm
+
+        def enter(features: Tensor, tokens: Tensor) -> Tensor:
+            return torch.cat([target.embed(tokens), features], dim=-1)
+
+        leave = norm if head.norm_output else identity
+        part = runner.part(head.layers, enter, leave, own_rope(head, target.config))
+        if options.draft_dtype is not None:
+            quantize_layers(part, options.draft_dtype, self._fc)
+        return part
+
+    def true_features(self, output: FeatureOutput) -> Tensor:
+        return torch.cat([output.taps[tap] for tap in self.taps], dim=-1)
+
+    def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
+        with model_time():
+            features = cast(Eagle3Head, self.module).fused(features)
+        return super()._read(features, following, state)
+
+
+def draft_ids(head: Eagle3Head, vocab_size: int) -> Tensor | None:
+    """Return the target's ids ``[N]`` of the head's draft tokens; None: it drafts with all.
+
+    Raises:
+        ValueError: d2t is not increasing, or points outside of the vocabulary.
+    """
+    if (offsets := getattr(head, D2T, None)) is None:
+        return None
+    ids = offsets + torch.arange(len(offsets), device=offsets.device)
+    if bool((ids.diff() <= 0).any()):
+        at = int((ids.diff() <= 0).nonzero()[0]) + 1
+        raise ValueError(
+            f"{D2T}: draft tokens {at - 1} and {at} mean the tokens {int(ids[at - 1])} and {int(ids[at])} of the "
+            f"target, and must increase; {D2T} holds offsets (target id - draft id), not ids"
+        )
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise ValueError(
+            f"{D2T}: draft tokens mean the target's tokens {int(ids[0])} to {int(ids[-1])}, and it has {vocab_size:,}"
+        )
+    return ids
