@@ -44,7 +44,8 @@ def with_causal_lm(config: PretrainedConfig) -> bool:
         return True
     if not kind.endswith("_text") or kind not in MODEL_MAPPING_NAMES:
         return False
-    config.__class__ = _own_class(type(config))
+    found: Any = type(config)
+    config.__class__ = _own_class(found)
     return True
 
 
