@@ -161,7 +161,7 @@ def test_wrong_layers_are_refused(wrong: str, dtype: str, with_massive: bool, mo
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("wrong", ["windows left out", "positions", "a bystander is seen"])
+@pytest.mark.parametrize("wrong", ["windows left out", "positions", "another row's positions", "a bystander is seen"])
 def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a check of the engine "stock" that compares the model only with itself."""
     load(build("mistral-sliding", False), dtype, "stock")
@@ -170,6 +170,9 @@ def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypa
     elif wrong == "positions":
         right = Placed.positions
         monkeypatch.setattr(Placed, "positions", lambda self: 2 * right(self))
+    elif wrong == "another row's positions":
+        first = Placed.positions
+        monkeypatch.setattr(Placed, "positions", lambda self: first(self)[:1].expand_as(first(self)))
     else:
         monkeypatch.setattr(check, "_bystander", lambda count, device: CHAIN)
     with pytest.raises(ValueError, match="gives other features over a tree on engine 'stock' than over a text"):

@@ -6,6 +6,7 @@ scaled embeddings, capped logits, norms in any order, sinks, latent attention an
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +97,7 @@ class StockRunner(Runner):
         self.layers = decoder_layers(self.body)
         self._vocab = len(model.get_input_embeddings().weight)
         self._shapes: list[Shape] = []
+        self._alone = threading.Lock()  # a forward changes the model: its hooks, and with Kangaroo its layers
 
     @torch.no_grad()
     def shapes(self) -> list[Shape]:
@@ -147,13 +149,14 @@ class StockRunner(Runner):
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
         found: Taps = {start: given} if start else {}
-        hooks = [self._hook(tap, found) for tap in taps if tap not in found]
-        try:
-            with model_time(), attention_kernels(given.device), self._only(start, stop):
-                hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self._alone, model_time(), attention_kernels(given.device):
+            hooks = [self._hook(tap, found) for tap in taps if tap not in found]
+            try:
+                with self._only(start, stop):
+                    hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
+            finally:
+                for hook in hooks:
+                    hook.remove()
         return hidden.to(given.device), {tap: found[tap].to(given.device) for tap in taps}
 
     def _hook(self, tap: int, found: Taps) -> RemovableHandle:

@@ -7,6 +7,7 @@ and "graphs" run layers rewritten for decoding. Loading checks once that what ru
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from drafters.model.fused import FusedLayer, FusedNorm, why_not
 from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
+from drafters.model.quantised import quantisation, unpack
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Part, PartLayer, Runner, identity, model_time
 from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change, scopes
@@ -86,9 +88,11 @@ class TargetModel:
             self.model.set_attn_implementation("sdpa")
         if self.config._attn_implementation == "eager":
             logging.getLogger(__name__).info("%s has no SDPA: its attention is transformers' eager one", self.name)
+        if quantisation(self.config):
+            unpack(self.model)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = model.get_output_embeddings().out_features
         self.runner = choose_runner(model, self.name, engine, capture_only)
         self.body: Any = body_of(model)
         stock_layers = decoder_layers(self.body)
@@ -189,7 +193,9 @@ class TargetModel:
     def bytes_read(self) -> int:
         """Bytes of weights that decoding one token reads: not other tokens' embeddings, nor experts not chosen."""
         total = 0
-        for name, weights in self.model.named_parameters():
+        # Packed weights are buffers.
+        packed = self.model.named_buffers() if quantisation(self.config) else ()
+        for name, weights in chain(self.model.named_parameters(), packed):
             if weights is self.embedding and weights is not self.model.get_output_embeddings().weight:
                 continue
             chosen = 1.0
@@ -322,6 +328,8 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
     """
     if engine != "stock":
         reasons = [found for layer in decoder_layers(body_of(model)) if (found := why_not(layer, model.config))]
+        if method := quantisation(model.config):
+            reasons.insert(0, f"its weights are quantised ({method})")
         if not reasons:
             return Runner(model)
         if engine is not None:

@@ -169,7 +169,7 @@ def divergence_sum(
 
     Args:
         pairs: of n tokens.
-        lm_head: the target's LM head, or some of its rows; without a bias. Its scale or cap is not for ``own``.
+        lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``own``.
         divergence: one of those above.
         top_k: a term to add.
         chunk_rows: rows of logits in memory at a time.
@@ -179,7 +179,8 @@ def divergence_sum(
     Returns:
         float32 ``[S]``.
     """
-    given = pairs.predictions, pairs.targets, pairs.weights, lm_head.weight, getattr(lm_head, "change", None)
+    head = lm_head.weight, lm_head.bias, getattr(lm_head, "change", None)
+    given = pairs.predictions, pairs.targets, pairs.weights, *head
     sums: Tensor = _Divergence.apply(*given, divergence, top_k, chunk_rows, *own)
     return sums
 
@@ -226,6 +227,7 @@ class _Divergence(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor | None,
         weight: Tensor,
+        bias: Tensor | None,
         change: LogitChange | None,
         divergence: Divergence,
         top_k: TopK | None,
@@ -236,7 +238,7 @@ class _Divergence(torch.autograd.Function):
         heads = own * len(predictions) if shared else own or [weight] * len(predictions)
         wide = torch.promote_types(predictions.dtype, torch.float32)
         # Summed over the chunks in float32, as gradients are over micro-batches.
-        wanted = zip(own, ctx.needs_input_grad[8:], strict=True)
+        wanted = zip(own, ctx.needs_input_grad[9:], strict=True)
         own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
         totals = torch.zeros(len(predictions), dtype=wide, device=predictions.device)
         gradient = torch.empty_like(predictions)
@@ -244,11 +246,11 @@ class _Divergence(torch.autograd.Function):
         for start in range(0, len(targets), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
-            p, known = _distribution(targets[rows], weight, change, wide)
+            p, known = _distribution(targets[rows], weight, bias, change, wide)
             chosen = None if top_k is None else top_k.choose(p)
             for k, (total, ours, slopes) in enumerate(zip(totals, predictions, gradient, strict=True)):
                 each = None if weights is None else weights[k, rows].to(wide)
-                logits = F.linear(ours[rows], heads[k])
+                logits = F.linear(ours[rows], heads[k], None if own else bias)
                 changed = None if change is None or own else change(logits)
                 log_q = (logits if changed is None else changed).log_softmax(-1, dtype=wide)
                 del logits
@@ -273,7 +275,7 @@ class _Divergence(torch.autograd.Function):
         gradient, *own = ctx.saved_tensors
         pairs = zip(own, grads[0], strict=False)
         of_own = [None if part is None else (part * each).to(gradient.dtype) for part, each in pairs]
-        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 7, *of_own
+        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 8, *of_own
 
 
 def _with_top_k(
@@ -288,10 +290,12 @@ def _with_top_k(
     return part + more, slope
 
 
-def _distribution(targets: Tensor, weight: Tensor, change: LogitChange | None, wide: torch.dtype) -> tuple[Tensor, Any]:
+def _distribution(
+    targets: Tensor, weight: Tensor, bias: Tensor | None, change: LogitChange | None, wide: torch.dtype
+) -> tuple[Tensor, Any]:
     """p ``[n, V]`` of features; or of tokens, with a column that is 0 for tokens outside the LM head's ``[n, 1]``."""
     if targets.is_floating_point():
-        logits = F.linear(targets, weight)
+        logits = F.linear(targets, weight, bias)
         return (logits if change is None else change(logits)).softmax(-1, dtype=wide), None
     known = (targets >= 0).to(wide)[:, None]
     return known.new_zeros(len(targets), len(weight)).scatter_(1, targets.clamp_min(0)[:, None], known), known
