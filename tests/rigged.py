@@ -14,6 +14,7 @@ from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
+from drafters.methods.dflash import BlockOptions, DFlashDrafter
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
@@ -185,6 +186,47 @@ def medusa(
     given = MedusaOptions(tree=tree, heads=heads, layers=layers, **options)  # type: ignore[arg-type]
     drafter = kind(target, module, given)
     if isinstance(drafter, OracleMedusa):
+        drafter.noise = noise or 0.0
+    return drafter
+
+
+class OracleBlock(DFlashDrafter):
+    """A block drafter whose slots know the target's features along its greedy continuation, plus ``noise`` (relative).
+
+    The head still runs, so that its cache, masks and positions are used as always.
+    """
+
+    noise = 0.0
+
+    def _states(self, state: DecodeState) -> torch.Tensor:
+        states = super()._states(state)
+        for row, known in enumerate(state.tokens):
+            tokens = list(known)
+            for slot in range(self.depth):
+                true = features_after(self.target, [tokens])[tuple(tokens)]
+                generator = torch.Generator().manual_seed(len(tokens))
+                scale = self.noise * true.float().pow(2).mean().sqrt()
+                states[row, slot] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
+                tokens.append(int(self.target.lm_head(true).argmax()))
+        return states
+
+
+BLOCK: dict[str, Any] = {"block_size": 5, "mask_token_id": 2, "taps": [1, 2, 3], "layers": 2}
+
+
+def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:
+    """A DFlash drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
+    given = BLOCK | {"layout": layout, "tree": tree} | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head: Any = DFlashDrafter.build_module(target.config, given)
+        if (kept := given.get("draft_vocab_size")) is not None:
+            ids = torch.randperm(target.vocab_size)[:kept].sort().values
+            head.d2t.copy_(ids - torch.arange(kept))
+            head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
+    kind = DFlashDrafter if noise is None else OracleBlock
+    drafter = kind(target, head, BlockOptions(**given))
+    if isinstance(drafter, OracleBlock):
         drafter.noise = noise or 0.0
     return drafter
 
