@@ -15,6 +15,7 @@ from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.dflash import BlockOptions, DFlashDrafter
+from drafters.methods.dspark import DSparkDrafter, DSparkOptions
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
@@ -24,6 +25,7 @@ from drafters.model.runner import identity
 from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, Path, Shape, ShapePolicy
+from drafters.policy.truncation import Costs as BlockCosts
 
 EXIT_LAYER = 2
 
@@ -211,24 +213,45 @@ class OracleBlock(DFlashDrafter):
         return states
 
 
+class OracleDSpark(OracleBlock, DSparkDrafter):
+    """The same with DSpark's heads."""
+
+
 BLOCK: dict[str, Any] = {"block_size": 5, "mask_token_id": 2, "taps": [1, 2, 3], "layers": 2}
+BLOCK_KINDS: dict[str, tuple[type[DFlashDrafter], type[OracleBlock], type[BlockOptions]]] = {
+    "dflash": (DFlashDrafter, OracleBlock, BlockOptions),
+    "dspark": (DSparkDrafter, OracleDSpark, DSparkOptions),
+}
 
 
-def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:
-    """A DFlash drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
+def block_drafter(
+    name: str, target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any
+) -> Any:
+    """A drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
+    kind, oracle, schema = BLOCK_KINDS[name]
     given = BLOCK | {"layout": layout, "tree": tree} | options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        head: Any = DFlashDrafter.build_module(target.config, given)
+        head: Any = kind.build_module(target.config, given)
         if (kept := given.get("draft_vocab_size")) is not None:
             ids = torch.randperm(target.vocab_size)[:kept].sort().values
             head.d2t.copy_(ids - torch.arange(kept))
             head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
-    kind = DFlashDrafter if noise is None else OracleBlock
-    drafter = kind(target, head, BlockOptions(**given))
-    if isinstance(drafter, OracleBlock):
-        drafter.noise = noise or 0.0
+    if noise is None:
+        return kind(target, head, schema(**given))
+    drafter = oracle(target, head, schema(**given))
+    drafter.noise = noise
     return drafter
+
+
+def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:
+    """A DFlash drafter; see ``block_drafter``."""
+    return block_drafter("dflash", target, noise, tree, layout, **options)
+
+
+def dspark(target: TargetModel, noise: float | None, tree: str, layout: str = "anchor-first", **options: Any) -> Any:
+    """A DSpark drafter; see ``block_drafter``."""
+    return block_drafter("dspark", target, noise, tree, layout, **{"markov_rank": 8} | options)
 
 
 @lru_cache(maxsize=8)
@@ -298,6 +321,14 @@ def goes_by(drafter: Any, costs: Costs = AUTO_COSTS) -> Any:
         policy._curve, policy.prepare = lambda state: costs.rest, lambda *given: None  # type: ignore[method-assign]
     else:
         policy._measured = lambda *given: costs
+    return drafter
+
+
+def block_costs(drafter: Any, row: float = 0.25) -> Any:
+    """The drafter, whose truncation takes these costs: a pass over a block takes a tenth of a plain step, each draft
+    token ``row`` of it."""
+    costs = BlockCosts(0.1, Curve((1, 2), (1.0, 1.0 + row)))
+    drafter.policy._measured = lambda *given: costs
     return drafter
 
 
