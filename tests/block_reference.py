@@ -79,14 +79,3 @@ def markov_bias(weights: Weights, kind: str, tokens: list[int], states: Tensor) 
         gate = head["gate_proj.weight"] @ torch.cat([state, embedding]) + head["gate_proj.bias"]
         embedding = gate.sigmoid() * embedding
     return head["markov_w2.weight"] @ embedding
-
-
-def shaken(module: Any) -> Weights:
-    """The head's weights, with norms that are not 1, biases that are not 0 and a Markov head that matters."""
-    generator = torch.Generator().manual_seed(3)
-    for name, weights in module.named_parameters():
-        if weights.dim() == 1:
-            weights.data += 0.2 * torch.randn(weights.shape, generator=generator)
-        elif name.startswith("markov_head"):
-            weights.data = 0.6 * torch.randn(weights.shape, generator=generator)
-    return module.state_dict()

@@ -217,6 +217,17 @@ class OracleDSpark(OracleBlock, DSparkDrafter):
     """The same with DSpark's heads."""
 
 
+def shaken(module: Any) -> Any:
+    """The head, with norms that are not 1, biases that are not 0 and a Markov head that matters."""
+    generator = torch.Generator().manual_seed(3)
+    for name, weights in module.named_parameters():
+        if weights.dim() == 1:
+            weights.data += 0.2 * torch.randn(weights.shape, generator=generator)
+        elif name.startswith("markov_head"):
+            weights.data = 0.6 * torch.randn(weights.shape, generator=generator)
+    return module
+
+
 BLOCK: dict[str, Any] = {"block_size": 5, "mask_token_id": 2, "taps": [1, 2, 3], "layers": 2}
 BLOCK_KINDS: dict[str, tuple[type[DFlashDrafter], type[OracleBlock], type[BlockOptions]]] = {
     "dflash": (DFlashDrafter, OracleBlock, BlockOptions),
@@ -227,7 +238,7 @@ BLOCK_KINDS: dict[str, tuple[type[DFlashDrafter], type[OracleBlock], type[BlockO
 def block_drafter(
     name: str, target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any
 ) -> Any:
-    """A drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
+    """A drafter with a random head (``shaken``); ``noise`` makes it an oracle."""
     kind, oracle, schema = BLOCK_KINDS[name]
     given = BLOCK | {"layout": layout, "tree": tree} | options
     with torch.random.fork_rng(devices=[]):
@@ -238,7 +249,7 @@ def block_drafter(
             head.d2t.copy_(ids - torch.arange(kept))
             head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
     if noise is None:
-        return kind(target, head, schema(**given))
+        return kind(target, shaken(head), schema(**given))
     drafter = oracle(target, head, schema(**given))
     drafter.noise = noise
     return drafter

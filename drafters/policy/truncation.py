@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXPLORE = 32  # one step in this many verifies the whole block, so that estimates of its end go on
 FADE = 0.98  # of the average tokens and time of a step, per step
-LEARNING_RATE = 0.02  # of the online estimate, per token
+LEARNING_RATE = 0.01  # of the online estimate, per token
 SLOPE, BIAS = 0.5, -0.2  # where the online estimate begins; vLLM 0.32 begins there
 MOST = 8.0  # largest logit that the online estimate reads
 
