@@ -101,7 +101,7 @@ def test_the_head_is_the_one_described(variant: str) -> None:
     tokens = target.embed(ids[0, 1:])
     features = first_features(weights, head.config, options, states)
     expected = described(weights, head.config, options, features, tokens)
-    found = head(torch.cat(states, dim=-1)[None], tokens[None], torch.arange(10)[None])
+    found = head(head.fused(torch.cat(states, dim=-1))[None], tokens[None], torch.arange(10)[None])
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
     scored = expected if options.norm_output else rms(expected, weights["norm.weight"], head.config.rms_norm_eps)
     torch.testing.assert_close(head.scored(found)[0], scored, atol=1e-5, rtol=1e-5)

@@ -17,7 +17,7 @@ from eval.configs import RooflineConfig, TargetEntry
 from train.configs import EagleConfig, TargetConfig
 from train.core.config import OnlineData
 from train.core.runtime import dtype_of
-from train.run.training import settle_precision
+from train.run.training import settle
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_a_run_goes_on_in_another(target: TargetModel, features: Path, tmp_path:
     values = tiny_run.settings(target.name, features, tmp_path / "run", precision="auto", save_every=3)
     for fast, steps, expected in ((True, 3, "bf16"), (False, 6, "float32")):
         monkeypatch.setattr(precision, "cpu_has_bf16", lambda fast=fast: fast)
-        settled = settle_precision(tiny_run.read("eagle", values)).precision
+        settled = settle(tiny_run.read("eagle", values)).precision
         assert settled == expected
         run = tiny_run.train_here("eagle", {**values, "precision": settled, "steps": steps}, resume=steps > 3)
         assert run.progress.step == steps and dtype_of(run.config) == resolve_dtype("auto", CPU)

@@ -3,6 +3,7 @@
 Keys of every drafter's training are in train/core/config.py.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -11,11 +12,13 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.dialogues.reader import source_digest
+from drafters.common.states import eagle3_taps
 from drafters.config import (
     SHIFTED,
     UNSHIFTED,
     Amount,
     Config,
+    DraftLayer,
     DraftSize,
     HeadInputs,
     HeadLayer,
@@ -83,6 +86,53 @@ class EagleConfig(TrainConfig):
             raise ValueError(f"start: regression fits fc, and inputs: {self.inputs} has none; set start=random")
         if self.start == "regression" and self.init_from is not None:
             raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
+        return self
+
+
+class Eagle3Config(TrainConfig):
+    """The keys of an EAGLE-3 run. EAGLE-3.1 is ``fc_norm: true, norm_output: true``.
+
+    ``draft_vocab``: tokens of the head's own LM head; null: all of the target's.
+    """
+
+    drafter: ClassVar[str] = "eagle3"
+
+    tap_layers: list[Layers] | None = Field(
+        None, min_length=1, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
+    )
+    layer: DraftLayer = Field("llama", description="the kind of its decoder layers")
+    layers: Layers = Field(1, ge=1, description="number of its decoder layers")
+    own_lm_head: bool = Field(True, description="false: it drafts with the target's LM head, which stays frozen")
+    lm_head_start: Literal["random", "target"] = Field("random", description="initial weights of its own LM head")
+    norm_before_residual: bool = Field(False, description="the residual is the feature after its norm, not before")
+    norm_before_fc: bool = Field(False, description="one norm over all states before fc")
+    fc_norm: bool = Field(False, description="a norm for each state before fc (EAGLE-3.1)")
+    norm_output: bool = Field(False, description="feed back the output after the final norm (EAGLE-3.1)")
+    ttt_steps: int = Field(7, ge=1, le=16, description="steps of the training-time test")
+    step_decay: float = Field(0.8, gt=0, le=1, description="weight of each step's loss, as a share of the one before")
+    mask_uncovered: bool = Field(True, description="leave out positions whose likeliest token is no draft token")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return tuple(self.tap_layers or ())
+
+    def settled(self, layers: Callable[[], int]) -> Self:
+        return self if self.tap_layers else self.model_copy(update={"tap_layers": eagle3_taps(layers())})
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return True  # or only the norm before it
+
+    @model_validator(mode="after")
+    def _is_one_head(self) -> Self:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one of them")
+        if not self.own_lm_head and (self.draft_vocab is not None or self.lm_head_start != "random"):
+            raise ValueError("own_lm_head is false, so draft_vocab and lm_head_start have no effect; leave them out")
+        if self.loss_vocab is not None:
+            raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set that instead")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the head's own LM head; set 0, 1 or 2")
         return self
 
 

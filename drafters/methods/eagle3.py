@@ -106,12 +106,10 @@ class Eagle3Head(nn.Module):
         """Predict what is fed back, ``[B, T, H]``; ``scored`` of it enters the LM head.
 
         Args:
-            features: ``[B, T, taps * H]``, states of the target; or ``[B, T, H]``, the head's own earlier output.
+            features: ``[B, T, H]``, ``fused`` states of the target, or what this returned before.
             embeddings: ``[B, T, H]``, of the next tokens.
             attention_mask: bool ``[B, 1, T, S]``; None is causal.
         """
-        if features.shape[-1] != self.hidden_size:
-            features = self.fused(features)
         hidden = torch.cat([embeddings, features], dim=-1)
         angles = self.rotary_emb(features, position_ids)
         for layer in self.layers:

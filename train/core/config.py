@@ -142,6 +142,10 @@ class TrainConfig(Config):
         """Layers after which the drafter reads hidden states, beside the features: 2 is after the second."""
         return ()
 
+    def settled(self, layers: Callable[[], int]) -> Self:
+        """Return this config with what it leaves to the target; ``layers`` returns the target's number of layers."""
+        return self
+
     @property
     def solves_weights(self) -> bool:
         """Whether some new weights are solved for from the training data."""

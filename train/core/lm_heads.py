@@ -18,7 +18,8 @@ class LMHeads:
 
     Attributes:
         target: the target's frozen LM head.
-        own: LM heads of the drafter's own, one for each of the S predictions; empty: all use the target's.
+        own: LM heads of the drafter's own, one for each of the S predictions or one for all; empty: all use the
+            target's. One may have the rows of ``ids`` only.
         ids: int32 ``[N]``, the tokens of the config's ``loss_vocab``, over which the loss is taken; None: all tokens.
         limit: rows of logits at a time; None: by the device.
     """
@@ -67,7 +68,10 @@ class LMHeads:
             function = partial(function, eta=self.config.lk_eta)
         elif name == "jsd":
             function = partial(function, beta=self.config.beta)  # type: ignore[attr-defined]
-        own = [head.weight if self.ids is None else head.weight[self.ids.to(head.weight.device)] for head in self.own]
+        own = [
+            head.weight if self.ids is None or self._is_reduced(head) else head.weight[self.ids.to(head.weight.device)]
+            for head in self.own
+        ]
         size = self.rows_at_once(self.sliced)
         return losses.divergence_sum(pairs, self.sliced, function, top_k, size, own)
 
@@ -79,13 +83,35 @@ class LMHeads:
         the same token first; ``[S, n]`` each."""
         overlap, agree, size = [], [], self.rows_at_once(self.target)
         for number, predicted in enumerate(pairs.predictions):
-            head = self.own[number] if self.own else self.target
+            head = self.own_of(number) or self.target
             for some, targets in zip(predicted.split(size), pairs.targets.split(size), strict=True):
                 ours, theirs = head(some), self.target(targets)
-                overlap.append(torch.minimum(theirs.float().softmax(-1), ours.float().softmax(-1)).sum(-1))
-                agree.append(theirs.argmax(-1) == ours.argmax(-1))
+                p, q = theirs.float().softmax(-1), ours.float().softmax(-1)
+                if self.ids is not None and self._is_reduced(head):
+                    p = p[:, self.ids.to(p.device)]
+                overlap.append(torch.minimum(p, q).sum(-1))
+                agree.append(theirs.argmax(-1) == self._tokens(head, ours.argmax(-1)))
         shape = pairs.predictions.shape[:2]
         return torch.cat(overlap).view(shape), torch.cat(agree).view(shape)
+
+    def own_of(self, number: int) -> nn.Linear | None:
+        """The LM head of the drafter's own for a prediction, if it has any."""
+        return self.own[min(number, len(self.own) - 1)] if self.own else None
+
+    def _is_reduced(self, head: nn.Linear) -> bool:
+        """Whether ``head`` has the rows of ``ids`` only."""
+        return self.ids is not None and head.out_features == len(self.ids) < self.target.out_features
+
+    def _tokens(self, head: nn.Linear, places: Tensor) -> Tensor:
+        """Tokens of places among the logits of ``head``."""
+        return self.ids.to(places)[places] if self.ids is not None and self._is_reduced(head) else places
+
+    @torch.no_grad()
+    def drafted(self, predictions: Tensor) -> Tensor:
+        """int64 ``[n]``: the token that the drafter ranks first for each of its first predictions ``[n, h]``."""
+        head = self.own_of(0) or self.target
+        parts = predictions.split(self.rows_at_once(head))
+        return torch.cat([self._tokens(head, head(part).argmax(-1)) for part in parts])
 
     @torch.no_grad()
     def first_choice(self, features: Tensor) -> Tensor:

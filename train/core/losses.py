@@ -173,8 +173,8 @@ def divergence_sum(
         divergence: one of those above.
         top_k: a term to add.
         chunk_rows: rows of logits in memory at a time.
-        own: the weight ``[V, h]`` of an LM head of the drafter's own for each of the S predictions; it gets a gradient
-            if it requires one.
+        own: the weight ``[V, h]`` of an LM head of the drafter's own for each of the S predictions, or one for all,
+            whose sums must then enter the loss with one factor; it gets a gradient if it requires one.
 
     Returns:
         float32 ``[S]``.
@@ -232,7 +232,8 @@ class _Divergence(torch.autograd.Function):
         chunk_rows: int,
         *own: Tensor,
     ) -> Tensor:
-        heads = own or [weight] * len(predictions)
+        shared = len(own) == 1
+        heads = own * len(predictions) if shared else own or [weight] * len(predictions)
         wide = torch.promote_types(predictions.dtype, torch.float32)
         # Summed over the chunks in float32, as gradients are over micro-batches.
         wanted = zip(own, ctx.needs_input_grad[8:], strict=True)
@@ -262,7 +263,7 @@ class _Divergence(torch.autograd.Function):
                 if change is not None and changed is not None:
                     slope.mul_(change.slope(changed))
                 torch.mm(slope, heads[k], out=slopes[rows])
-                if own and (own_gradient := own_gradients[k]) is not None:
+                if own and (own_gradient := own_gradients[0 if shared else k]) is not None:
                     own_gradient += torch.mm(slope.T, ours[rows])
         ctx.save_for_backward(gradient, *own_gradients)
         return totals

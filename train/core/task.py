@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drafters.base import Drafter
 from drafters.hub.checkpoint import BaseHead, TargetIdentity
 from drafters.methods import drafter_class
+from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.ends import FrozenEnds
 from drafters.model.target import TargetModel
 from train.core.attention import use_dialogue_attention
@@ -115,6 +116,20 @@ class Task(ABC):
     def rate_factors(self, step: int) -> dict[str, float]:
         """By prefix of weights' names, their factor on the learning rate after ``step`` steps; other weights: 1."""
         return {}
+
+    @property
+    def loss_tokens(self) -> int | None:
+        """Tokens that the loss is over; None: all."""
+        return self.config.loss_vocab
+
+    def draft_with(self, ids: Tensor) -> None:
+        """Take the most frequent tokens int32 ``[N]``, those of the config's ``draft_vocab``."""
+        self.draft_ids = ids
+
+    def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The draft vocabulary as a checkpoint has it: its tensors, and its options."""
+        ids = self.draft_ids
+        return ({}, {}) if ids is None else ({DRAFT_IDS: ids}, {"draft_vocab": len(ids)})
 
     # ------------------------------------------------------------------------------------------- one micro-batch
 

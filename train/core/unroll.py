@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def unrolled(
-    head: Any, embed: Callable[[Tensor], Tensor], batch: Batch, steps: int, shift: int = 1
+    head: Any,
+    embed: Callable[[Tensor], Tensor],
+    batch: Batch,
+    steps: int,
+    shift: int = 1,
+    features: Tensor | None = None,
+    detach: bool = True,
 ) -> Iterator[Tensor]:
     """The predictions ``[R, L, H]`` of steps 0 to ``steps - 1`` of the chains that begin at each index.
 
@@ -28,17 +34,17 @@ def unrolled(
     feature_{i+n+1}. So the head sees the same as in decoding: true keys up to i, then those of its own steps. The
     predictions of a chain past the end of its dialogue are meaningless, and no other chain sees them.
 
-    No gradient flows through the predictions that are fed back.
-
     Args:
         head: with ``train.core.attention.use_dialogue_attention``.
         shift: row i reads token i + shift.
+        features: what step 0 reads, if not the batch's features.
+        detach: no gradient flows through the predictions that are fed back.
     """
     lengths, states = batch.dialogue_lengths(), list[States]()
-    features = batch.features
+    features = batch.features if features is None else features
     for step in range(steps):
         following = embed(batch.input_ids.roll(-(step + shift), dims=1))
         chains = Chains(lengths, step, states)
         predicted = head(features, following, batch.position_ids + step, chains, chains)
         yield predicted
-        features = predicted.detach()
+        features = predicted.detach() if detach else predicted

@@ -68,9 +68,8 @@ def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor],
     if task.config.lora is not None:
         exact = {name: value.float() for name, value in weights.items()}
         weights = _adapter(task, exact).merge_and_unload().state_dict()
-    if task.draft_ids is None:
-        return weights, options
-    return weights | {DRAFT_IDS: task.draft_ids}, options | {"draft_vocab": len(task.draft_ids)}
+    tensors, of_vocabulary = task.vocabulary()
+    return weights | tensors, options | of_vocabulary
 
 
 def write_checkpoint(task: Task, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Counted in a run's training data, or by train.draft_vocab, which adds them to a 
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from drafters.model.files import load_bare_tokenizer, load_config_only
 from train.core.task import Task
 from train.data.packing import Source
 
+LEAST_COVERED = 0.8  # share of the answers' tokens
 LINES = 4096  # lines of a text, tokenized in one call
 WHOLE = 1 << 30  # longest dialogue in tokens: none is cut
 
@@ -36,14 +38,23 @@ def find_frequent(task: Task, train: Source) -> None:
         ValueError: more tokens than the vocabulary has, or a method that does not draft with a part of it.
     """
     draft, loss, vocab = task.config.draft_vocab, task.config.loss_vocab, task.ends.lm_head.out_features
-    if draft is not None and not issubclass(task.drafter.options, DraftHeadOptions):
+    if draft is not None and not {"draft_vocab", "draft_vocab_size"} & task.drafter.options.model_fields.keys():
         raise ValueError(f"draft_vocab is {draft:,}, and drafter {task.drafter.name!r} takes none; leave it out")
     if draft is None and loss is None:
         return
     answers = ((dialogue.input_ids, dialogue.loss_mask) for dialogue in map(train.__getitem__, range(len(train))))
     counts = count_answers(answers, vocab)
-    task.draft_ids = None if draft is None else most_frequent(counts, draft, "draft_vocab")
-    task.heads.ids = None if loss is None else most_frequent(counts, loss, "loss_vocab")
+    if loss is not None:
+        task.heads.ids = most_frequent(counts, loss, "loss_vocab")
+    if draft is not None:
+        task.draft_with(ids := most_frequent(counts, draft, "draft_vocab"))
+        covered = float(counts[ids.long()].sum() / counts.sum().clamp_min(1))
+        if covered < LEAST_COVERED:
+            print(
+                f"warning: draft_vocab={draft:,} covers {covered:.1%} of the training answers' tokens, and no other "
+                "can be drafted; set a larger draft_vocab",
+                file=sys.stderr,
+            )
 
 
 def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Tensor:

@@ -33,10 +33,10 @@ def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = N
 
     from train.preflight.dry_run import print_report
     from train.preflight.overfit import overfit
-    from train.run.training import settle_precision, train, what_is_kept
+    from train.run.training import settle, train, what_is_kept
 
     if not arguments.dry_run:
-        config = settle_precision(config)
+        config = settle(config)
     run = print_report if arguments.dry_run else overfit if arguments.overfit else train
     with keeping(lambda: what_is_kept(config.out) if run is train else f"to start again: {command()}"):
         return run(config, arguments)

@@ -118,6 +118,9 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     if instead := given.target_config:
         read = partial(load_config_only, instead, may_be_file=True)
         target = report.check("target's shape", read, f"from {instead}")
+    if target is not None:
+        config = config.settled(lambda: target.num_hidden_layers)
+        local = local and local.settled(lambda: target.num_hidden_layers)
     others = [report.check(key, partial(check_model, name), name) for key, name in config.other_models.items()]
 
     # The data, and whether it fits the target, as far as that is here.

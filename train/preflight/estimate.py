@@ -203,9 +203,9 @@ def check_memory(needed: int) -> None:
 
 
 def _with_loss_ids(task: Task) -> Task:
-    """``task`` with the number of tokens of ``loss_vocab`` in its loss; which tokens makes no difference here."""
-    if task.config.loss_vocab is not None:
-        task.heads.ids = torch.arange(min(task.config.loss_vocab, task.ends.lm_head.out_features))
+    """``task`` with the number of tokens that its loss is over; which tokens makes no difference here."""
+    if task.loss_tokens is not None:
+        task.heads.ids = torch.arange(min(task.loss_tokens, task.ends.lm_head.out_features))
     return task
 
 

@@ -14,6 +14,7 @@ from data_prep.common.ranks import find_rank
 from drafters.cli.program import command
 from drafters.common.precision import warn_if_slow
 from drafters.model.ends import FrozenEnds
+from drafters.model.files import load_config_only
 from train.core import engine, runtime
 from train.core.config import TrainConfig
 from train.core.task import make_task
@@ -49,8 +50,12 @@ def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def settle_precision(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` with this device's precision instead of auto; the first rank prints it."""
+def settle(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with this device's precision instead of auto, and with what the target's depth decides.
+
+    The first rank prints the precision.
+    """
+    config = config.settled(lambda: load_config_only(config.target, config.revision).num_hidden_layers)
     dtype = runtime.dtype_of(config)
     settled = config.model_copy(update={"precision": PRECISIONS[dtype]})
     if find_rank(None, None).index == 0 and config.precision == "auto":

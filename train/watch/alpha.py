@@ -1,5 +1,6 @@
 """n-alpha on fixed text: how often a drafter that reads features stays right on its own predictions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from train.data.packing import Batch
 
 
 @torch.no_grad()
-def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int, shift: int = 1) -> list[Ratio]:
+def chain_alpha(
+    head: Any,
+    ends: FrozenEnds,
+    batch: Batch,
+    depth: int,
+    shift: int = 1,
+    features: Tensor | None = None,
+    guess: Callable[[Tensor], Tensor] | None = None,
+) -> list[Ratio]:
     """n-alpha for n = 0 .. depth - 1 on fixed text (EAGLE paper, section 4, "Acceptance rate").
 
     From every index i a chain is drafted: step 0 reads the true features up to feature_i and guesses token_{i+2}; step
@@ -24,17 +33,18 @@ def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int, shift: in
     that ended earlier do not count. On text that is not the target's own greedy output it is pessimistic for n = 0 and
     optimistic for larger n, because long chains went through easy text.
 
-    All chains run in parallel; for that and ``shift`` see ``train.core.unroll.unrolled``.
+    All chains run in parallel; for that, ``shift`` and ``features`` see ``train.core.unroll.unrolled``. ``guess``: the
+    tokens ``[R, L]`` of predictions ``[R, L, H]``, by default those that the target's LM head ranks first.
     """
     argmax = _argmax(ends, batch.features)
     alive = batch.segments >= 0
     ratios = []
-    for n, predicted in enumerate(unrolled(head, ends.embed, batch, depth, shift)):
-        guess = _argmax(ends, predicted)
+    for n, predicted in enumerate(unrolled(head, ends.embed, batch, depth, shift, features)):
+        drafted = _argmax(ends, predicted) if guess is None else guess(predicted)
         counted = alive & batch.shifted(batch.loss_mask, n + 2)
-        accepted = counted & (guess == batch.shifted(argmax, n + 1))
+        accepted = counted & (drafted == batch.shifted(argmax, n + 1))
         ratios.append(Ratio(accepted.sum(), counted.sum()))
-        alive = accepted & (guess == torch.roll(batch.input_ids, -(n + 2), dims=1))
+        alive = accepted & (drafted == torch.roll(batch.input_ids, -(n + 2), dims=1))
     return ratios
 
 

@@ -1,0 +1,153 @@
+"""train/eagle3.py: what is its own; the loop is tested with EAGLE."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters import TargetModel, generate, load_drafter
+from drafters.methods.eagle3 import Eagle3Drafter
+from train.core.task import make_task
+from train.data.packing import collate
+from train.run.files import read_metrics
+from train.run.inputs import open_inputs
+
+TAPS = (tiny_run.TAP,)
+NEWER = {"fc_norm": True, "norm_output": True, "layer": "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    return tiny_run.save_target(tmp_path_factory.mktemp("target") / "target", "llama")
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel) -> Path:
+    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run", tap_layers=list(TAPS), ttt_steps=3)
+
+
+@pytest.mark.parametrize("more", [{"draft_vocab": 60}, NEWER, {"own_lm_head": False, "precision": "bf16"}])
+def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
+    """Catches a loss that does not reach the head, an LM head left as it was, an export that drafts otherwise."""
+    out = Path(settings["out"])
+    run = tiny_run.train_here("eagle3", settings | {"steps": 30, "warmup_steps": 5, "tau_every": 30} | more)
+    rows = read_metrics(out)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < 0.9 * losses[0]
+    seen = {name for row in rows for name in row}
+    assert {f"heldout_step_{n}_top1" for n in range(3)} | {"heldout_0-alpha", "heldout_tau"} <= seen
+    drafter: Any = load_drafter(str(out), target)
+    assert drafter.taps == TAPS and drafter.lm_head.width == more.get("draft_vocab", tiny.VOCAB_SIZE)
+    if "draft_vocab" in more:
+        assert torch.equal(drafter.lm_head.ids.int(), run.task.draft_ids)
+        assert 0 < float(run.task.heads.ids.max()) < tiny.VOCAB_SIZE
+    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
+
+
+@pytest.mark.parametrize("more", [{"draft_vocab": 60}, NEWER, {"draft_vocab": 60, "mask_uncovered": False}])
+def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    """Catches steps about other tokens, a detached feedback, a target's distribution over the whole vocabulary, a wrong
+    share of a step, a gradient of the shared LM head that counts one step.
+
+    Reference: one chain after the other by the head itself over a growing sequence, logits whole, torch's gradients.
+    """
+    config = tiny_run.read("eagle3", settings | {"precision": "float32"} | more)
+    inputs = open_inputs(config)
+    task: Any = make_task(config, inputs.ends)
+    if config.draft_vocab:
+        generator = torch.Generator().manual_seed(1)
+        task.draft_with(torch.randperm(tiny.VOCAB_SIZE, generator=generator)[:60].int())
+    batch = collate(inputs.train, [1, 3], config.taps)
+    batch = replace(batch, rows=task.rows(batch))
+    assert len(batch.rows) > 5
+    found = task.losses(task.pairs(task.module, batch, seed=0))
+    found["loss"].backward()
+    gradients = {name: weights.grad.clone() for name, weights in task.module.named_parameters()}
+    task.module.zero_grad()
+    expected = torch.zeros(())
+    for span in batch.spans:
+        ids, states = batch.input_ids[0], batch.features[0]
+        for row in batch.rows.tolist():
+            if not span.start <= row < span.start + span.length:
+                continue
+            for step in range(3):
+                start = row - step
+                q = chain(task, batch, span.start, start, step)
+                truth = inputs.ends.lm_head(states[row + 1])  # of token row + 2
+                kept = task.heads.ids.long() if config.draft_vocab else torch.arange(len(truth))
+                if config.mask_uncovered and int(truth.argmax()) not in kept.tolist():
+                    continue
+                expected = expected + 0.8**step * F.cross_entropy(q[None], truth[kept].softmax(-1)[None])
+        assert len(ids)
+    torch.testing.assert_close(found["loss"], expected, rtol=1e-4, atol=1e-4)
+    expected.backward()
+    for name, weights in task.module.named_parameters():
+        torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=1e-5)
+
+
+def chain(task: Any, batch: Any, first: int, start: int, steps: int) -> Tensor:
+    """The head's logits of a step of the chain from index ``start`` of the dialogue that begins at ``first``."""
+    head = task.module
+    states = torch.cat([batch.taps[tap][0, first : start + 1] for tap in task.config.taps], dim=-1)
+    features = head.fused(states)[None]
+    for _ in range(steps + 1):
+        count = features.shape[1]
+        tokens = task.ends.embed(batch.input_ids[:, first + 1 : first + 1 + count])
+        predicted = head(features, tokens, torch.arange(count)[None])[:, -1:]
+        features = torch.cat([features, predicted], dim=1)
+    return head.lm_head(head.scored(predicted))[0, 0]
+
+
+def test_a_head_to_begin_with(settings: dict[str, Any], target: TargetModel) -> None:
+    """Catches a warm start that draws another list of draft tokens for the LM head's rows, or other norms."""
+    first = settings | {"draft_vocab": 60, "steps": 2}
+    tiny_run.train_here("eagle3", first)
+    before = load_drafter(settings["out"], target).module.state_dict()
+    again = first | {"out": settings["out"] + "-2", "init_from": settings["out"], "learning_rate": 1e-9}
+    tiny_run.train_here("eagle3", again)
+    after = load_drafter(again["out"], target).module.state_dict()
+    for name, weights in before.items():
+        torch.testing.assert_close(after[name], weights, msg=name)
+    with pytest.raises(ValueError, match="fc_norm"):
+        tiny_run.train_here("eagle3", again | {"out": settings["out"] + "-3", "fc_norm": True})
+
+
+def test_the_default_states(settings: dict[str, Any], features: Path) -> None:
+    """Catches defaults that the store lacks without the command that adds them, and taps that are not recorded."""
+    with pytest.raises(ValueError, match=r"layer 1|hidden_states\[1\]"):
+        tiny_run.train_here("eagle3", settings | {"tap_layers": [1]})
+    config = tiny_run.read("eagle3", settings | {"tap_layers": None}).settled(lambda: 32)
+    assert config.taps == (2, 16, 29)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"norm_before_fc": True, "fc_norm": True}, "two norms"),
+        ({"own_lm_head": False, "draft_vocab": 9}, "own_lm_head is false"),
+        ({"loss_vocab": 9}, "set that instead"),
+        ({"zero_stage": 3}, "zero_stage is 3"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], change: dict[str, Any], told: str) -> None:
+    """Catches options that would be ignored for hours."""
+    with pytest.raises(ValueError, match=told):
+        tiny_run.read("eagle3", settings | change)
+
+
+def test_draft_tokens_that_miss_the_answers(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a vocabulary so small that little can be drafted, without a word."""
+    tiny_run.train_here("eagle3", settings | {"draft_vocab": 5, "steps": 1})
+    assert "covers" in capsys.readouterr().err
+    assert Eagle3Drafter.name == "eagle3"

@@ -1,0 +1,142 @@
+"""Train an EAGLE-3 head (or 3.1): cross-entropy of what it drafts on its own steps, the training-time test.
+
+    deepspeed train/eagle3.py --config configs/eagle3/stdlib.yaml [--resume] [key=value ...]
+    python train/eagle3.py --config configs/eagle3/stdlib.yaml --dry-run    # check; estimate memory, disk, time
+    deepspeed train/eagle3.py --config configs/eagle3/stdlib.yaml --overfit 8    # can it learn 8 dialogues?
+
+Processes and files are those of train/eagle.py.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
+
+from train.configs import Eagle3Config
+from train.preflight.command import program
+
+if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
+    program(Eagle3Config, __doc__)
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafters.methods.eagle3 import D2T
+from drafters.model.ends import FrozenEnds
+from train.core.losses import Pairs
+from train.core.task import Ratio, Task, mean, target_states
+from train.core.unroll import unrolled
+from train.data.packing import Batch
+from train.watch.alpha import chain_alpha
+
+CHAIN_DEPTH = 5  # of the chain that tau is measured with
+
+
+class Eagle3Task(Task):
+    """Sections 3.1 and 3.2 of the paper (Li et al. 2025), S steps from every index, g the target's states, a the head:
+
+    a^0_i = head(fc(g)_1 .. fc(g)_i, t_2 .. t_{i+1}),  a^n_i = head(fc(g)_1 .. fc(g)_i, a^0_i .. a^{n-1}_i, t ..)
+    p     = softmax over the draft vocabulary of the target's logits,  q^n of the head's
+    L     = sum_n w^n CrossEntropy(p_{i+n+2}, q^n_i),  w = step_decay, or the config's classification_loss
+
+    The gradient flows through what is fed back. Positions whose likeliest token is no draft token are left out. Step n
+    is trained at the index i - n, so that all steps predict one token, whose p is computed once; the first S - 1
+    positions of a dialogue are not trained.
+    """
+
+    schema = Eagle3Config
+    config: Eagle3Config
+    ahead = 2
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
+        "tree": {"tree": "dynamic"},
+    }
+
+    def __init__(self, config: Eagle3Config, ends: FrozenEnds) -> None:
+        super().__init__(config.settled(lambda: ends.config.num_hidden_layers), ends)
+        self.predictions = self.passes = config.ttt_steps
+        head: Any = self.module
+        self.layers_config = head.config
+        if config.own_lm_head:
+            self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
+        if config.lm_head_start == "target" and config.draft_vocab is None:
+            head.lm_head.weight.data.copy_(ends.lm_head.scaled)
+
+    def drafter_config(self) -> dict[str, Any]:
+        config = self.config
+        flags = ("own_lm_head", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        options = {"taps": list(config.taps), "layer": config.layer, "layers": config.layers}
+        return options | {name: getattr(config, name) for name in flags} | {"draft_vocab_size": config.draft_vocab}
+
+    @property
+    def loss_tokens(self) -> int | None:
+        return self.config.draft_vocab
+
+    def draft_with(self, ids: Tensor) -> None:
+        """The head's LM head is over these tokens, in the order of their ids; those of ``init_from`` stay."""
+        head: Any = self.module
+        known: Tensor = getattr(head, D2T)
+        if self.config.init_from is None:
+            known.copy_(ids.long().sort().values - torch.arange(len(ids)))
+            if self.config.lm_head_start == "target":
+                head.lm_head.weight.data.copy_(self.ends.lm_head.scaled[ids.long().sort().values])
+        self.draft_ids = self.heads.ids = (known + torch.arange(len(known))).int()
+
+    def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}  # d2t is among the weights
+
+    def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
+        rows = super().rows(batch, seed)
+        return rows[batch.position_ids.flatten()[rows] >= self.passes - 1]
+
+    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
+        head: Any = self.module
+        steps = enumerate(
+            unrolled(module, self.ends.embed, batch, self.passes, features=self.fused(batch), detach=False)
+        )
+        predictions = torch.stack([head.scored(found.flatten(0, 1)[batch.rows - n]) for n, found in steps])
+        targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
+        return Pairs(predictions, targets, self.weights(targets))
+
+    def weights(self, targets: Tensor) -> Tensor:
+        """``[S, n]``: step_decay ^ step, and 0 where the target's likeliest token is no draft token."""
+        decay = self.config.step_decay ** torch.arange(self.passes, device=targets.device, dtype=torch.float32)
+        drafted = targets.new_ones(len(targets), dtype=torch.float32)
+        if self.heads.ids is not None and self.config.mask_uncovered:
+            drafted = torch.isin(self.heads.first_choice(targets), self.heads.ids.to(targets.device)).float()
+        return decay[:, None] * drafted
+
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        raise NotImplementedError("an EAGLE-3 head is trained on several steps: pairs")
+
+    def losses(self, pairs: Pairs) -> dict[str, Tensor]:
+        """L; and the loss of each step, which does not count for less than the first one's."""
+        each = self.heads.classification(pairs)
+        names = {f"step_{n}_loss": part / self.config.step_decay**n for n, part in enumerate(each.unbind())}
+        return {"loss": each.sum()} | names
+
+    def judged(self, pairs: Pairs) -> Pairs:
+        return Pairs(pairs.predictions[:1], pairs.targets)
+
+    def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+        """``step_n_top1`` and ``step_n_expected_acceptance`` of each step on the text's tokens; and ``n-alpha``, the
+        same as ``step_n_top1`` of the chains whose steps before n were all accepted."""
+        found: dict[str, Ratio] = {}
+        for n, (overlap, agree) in enumerate(zip(*self.heads.compare(pairs), strict=True)):
+            found |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
+        ratios = chain_alpha(module, self.ends, batch, self.passes, features=self.fused(batch), guess=self.guess)
+        return found | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
+
+    def fused(self, batch: Batch) -> Tensor:
+        """fc(g), ``[R, L, H]``."""
+        head: Any = self.module
+        return head.fused(torch.cat([batch.taps[tap] for tap in self.config.taps], dim=-1))
+
+    def guess(self, predicted: Tensor) -> Tensor:
+        """The token that the head drafts after each of its outputs ``[R, L, H]``: int64 ``[R, L]``."""
+        head: Any = self.module
+        found = self.heads.drafted(head.scored(predicted).flatten(0, 1))
+        return found.view(predicted.shape[:2])
