@@ -247,7 +247,7 @@ def test_the_layout_is_always_written(layout: str) -> None:
     drafter = dspark(target_of("llama"), None, "chain", layout)
     assert drafter.drafter_config()["layout"] == layout
     given = {key: value for key, value in drafter.drafter_config().items() if key != "layout"}
-    with pytest.raises(ValueError, match="layout is missing, .* set layout to fill-in .* or to anchor-first"):
+    with pytest.raises(ValueError, match="layout: a block does not .* set it to fill-in .* or to anchor-first"):
         DSparkDrafter.build_module(drafter.target.config, given)
 
 

@@ -110,7 +110,7 @@ class BlockBackbone(nn.Module):
 
 
 class _Context:
-    """Stands in for a cache in training: every layer's context keys and values come before those of the block."""
+    """The interface of a cache, for training: a layer's keys and values are the context's, then those of the block."""
 
     def __init__(self, states: list[States]) -> None:
         self.states = states
