@@ -8,17 +8,19 @@ import pytest
 import torch
 from block_reference import block_states, markov_bias
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
-from rigged import BLOCK, block_drafter, dflash, dspark
+from rigged import BLOCK, block_costs, block_drafter, dflash, dspark
 from test_eagle import path_of
 from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
 from drafters import TargetModel, generate, generate_many, load_drafter
-from drafters.drafting.block_tree import Marginals, grow_likeliest
+from drafters.drafting.block_tree import Marginals, fill, grow_likeliest
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
+from drafters.methods import dflash as dflash_file
 from drafters.methods.dflash import DFlashDrafter
 from drafters.methods.dspark import DSparkDrafter
+from drafters.policy.truncation import Truncation
 
 Case = tuple[str, dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -160,6 +162,50 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
         options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": NO_EOS, "temperature": temperature}
         generate(target, drafter, [prompt(9), prompt(2, 1), prompt(1, 2)], **options)
     assert len(counts) > 9
+
+
+@pytest.mark.parametrize("confidence", [True, False])
+@pytest.mark.parametrize("layout", ["fill-in", "anchor-first"])
+def test_the_estimate_reads_earlier_tokens_only(layout: str, confidence: bool) -> None:
+    """Catches an estimate of a position that reads its own token, which would change the output's distribution; one of
+    another slot; max q before the Markov head.
+    """
+    target = target_of("llama")
+    more: dict[str, Any] = {"layout": layout, "markov_head": "rnn", "confidence_head": confidence, "truncate": True}
+    drafter, counts = block_costs(made(target, ("dspark", more), "chain")), []
+    described = Described(drafter)
+
+    def length(policy: Truncation, certainty: Tensor, state: DecodeState) -> int:
+        tokens = drafts[-1].tokens
+        for row, known in enumerate(state.tokens):
+            if state.finished[row]:
+                continue
+            context = tapped(target, drafter, known)[:-1]
+            states = block_states(described.weights, drafter.module.config, context, embedded(target, known[-1]))
+            for slot, found in enumerate(certainty[row]):
+                before = [known[-1], *tokens[row, :slot].tolist()]
+                if confidence:
+                    place = states[slot + drafter.given.first_slot]
+                    inputs = torch.cat([place, described.weights["markov_head.markov_w1.weight"][before[-1]]])
+                    weights = described.weights["confidence_head.proj.weight"][0]
+                    expected = weights @ inputs + described.weights["confidence_head.proj.bias"][0]
+                else:
+                    q = described.logits(known, before[1:]).softmax(-1)
+                    expected = q.max().logit()
+                torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+                counts.append(slot)
+        return certainty.shape[1]
+
+    drafts: list[DraftTree] = []
+
+    def noted(*given: Any) -> DraftTree:
+        drafts.append(fill(*given))
+        return drafts[-1]
+
+    with mock.patch.object(Truncation, "length", length), mock.patch.object(dflash_file, "fill", noted):
+        options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": NO_EOS, "temperature": 1.0}
+        generate(target, drafter, [prompt(9), prompt(2, 1)], **options)
+    assert set(counts) == set(range(drafter.depth))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

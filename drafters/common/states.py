@@ -21,7 +21,7 @@ def state_name(tap: int) -> str:
     return f"output of {'the embeddings' if tap == 0 else f'layer {tap - 1}'} = hidden_states[{tap}]"
 
 
-def state_names(taps: Iterable[int]) -> dict[str, str]:
+def named_states(taps: Iterable[int]) -> dict[str, str]:
     """Name the states of a store by their tensors: ``{"features": "output of the final norm = ...", "tap_2": ...}``."""
     return {"features": FEATURES} | {f"tap_{tap}": state_name(tap) for tap in taps}
 

@@ -6,6 +6,7 @@ through the head's own norm and LM head, and is the feature of the next step (pa
 norms each state before ``fc``, and feeds back the output after the norm. Drafting is EAGLE's: a chain, or a tree.
 """
 
+import warnings
 from typing import Any, Literal, cast
 
 import torch
@@ -147,6 +148,7 @@ class Eagle3Options(TreeOptions):
     ``norm_before_residual``: the first layer's residual is the feature after its norm, not before it.
     ``norm_before_fc``: one norm over all states before fc. ``fc_norm`` (EAGLE-3.1): a norm for each state before fc.
     ``norm_output`` (EAGLE-3.1): the output after the final norm is fed back; the LM head reads it as it is.
+    ``trained_steps``: steps of its training-time test, as the training records them.
     """
 
     draft_dtype: Literal["int8"] | None = None
@@ -159,6 +161,7 @@ class Eagle3Options(TreeOptions):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    trained_steps: int | None = Field(default=None, ge=1)
 
 
 def _check(options: Eagle3Options, target: PretrainedConfig) -> None:
@@ -193,6 +196,13 @@ class Eagle3Drafter(EagleDrafter):
     def __init__(self, target: TargetModel, module: nn.Module, options: Eagle3Options) -> None:
         super().__init__(target, module, options)
         self.taps = tuple(options.taps)
+        trained = options.trained_steps
+        if trained is not None and options.depth is not None and options.depth > trained:
+            warnings.warn(
+                f"depth is {options.depth}, and the head was trained on {trained} steps: later ones are accepted less "
+                f"often; compare with depth={trained}",
+                stacklevel=2,
+            )
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
