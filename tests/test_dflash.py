@@ -8,7 +8,7 @@ import pytest
 import torch
 from block_reference import block_states, markov_bias
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
-from rigged import BLOCK, block_costs, block_drafter, dflash, dspark
+from rigged import BLOCK, Cycling, block_costs, block_drafter, dflash, dspark
 from test_eagle import path_of
 from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
@@ -141,7 +141,7 @@ def compare(drafter: Any, draft: DraftTree, state: DecodeState, counts: list[int
         counts.append(len(known))
 
 
-@pytest.mark.parametrize(("tree", "temperature"), [("chain", 0.0), ("chain", 0.9), ("tree", 0.9)])
+@pytest.mark.parametrize(("tree", "temperature"), [("chain", 0.0), ("chain", 0.9), ("tree", 0.9), ("auto", 0.9)])
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: float) -> None:
     """Catches a feature that stays out of the cache or is read twice, a block one position late, a slot of the other
@@ -150,7 +150,10 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
     None of these changes the output, only tau: conformance cannot see them. Some prompts are shorter than a block.
     """
     target = target_of("llama")
-    drafter = made(target, CASES[case], tree, nodes=11, top_k=3)
+    drafter = made(target, CASES[case], tree, nodes=24, top_k=3)
+    if tree == "auto":
+        drafter.policy = Cycling()
+        drafter.policy.shapes = (((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)),)
     propose, counts = drafter.propose, []
 
     def compared(state: DecodeState) -> DraftTree:
