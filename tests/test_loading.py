@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters import TargetModel, generate, load_frozen_ends, make_drafter
 from drafters.model import loading
-from drafters.model.cache import KVCache, cache_bytes
+from drafters.model.cache import KVCache, cache_bytes, config_shapes
 from drafters.model.graphs import GraphRunner, differs_from_layers
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
@@ -41,9 +41,9 @@ def test_bytes_are_those_of_the_model_and_its_cache() -> None:
         model = tiny.build("llama", **changes)
         counted = sum(weights.numel() for weights in model.parameters())
         assert loading.weight_bytes(model.config, torch.bfloat16) == 2 * counted
-    cache = KVCache.for_config(model.config, 3, 17, torch.bfloat16, "cpu")
-    keys, values = cache.views(0, 17)
-    assert cache_bytes(model.config, 3, 17, torch.bfloat16) == sum(part.nbytes for part in keys + values)
+    shapes = config_shapes(model.config)
+    cache = KVCache(shapes, 3, 17, torch.bfloat16, "cpu")
+    assert cache_bytes(shapes, 3, 17, torch.bfloat16) == sum(part.nbytes for part in cache.keys + cache.values)
 
 
 def test_too_little_memory_is_said_before_weights_are_read(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:

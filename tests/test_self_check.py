@@ -17,7 +17,6 @@ from drafters.model import check, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
 from drafters.model.rows import CHAIN, Placed, Rope, Scope
-from drafters.model.runner import FusedRunner
 
 DTYPES = ["bfloat16", "float16", "float32"]
 DEEP = 16
@@ -185,14 +184,14 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
     model = build("deep", with_massive)
     made: list[Any] = []
 
-    def damaged(self: FusedRunner, layer: Any) -> Any:
+    def damaged(layer: Any) -> Any:
         made.append(FusedLayer(layer))
         if len(made) == 6:  # the sixth of the target's; those that the check rebuilds come later
             made[5].attention.out = Product(made[5].attention.out.weight.flip(0))
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(FusedRunner, "layer", damaged)
+        patch.setattr(target, "FusedLayer", damaged)
         with pytest.raises(ValueError, match=f"gives other features over a tree .*, in {dtype}"):
             load(copy.deepcopy(model), dtype)
     call = FusedAttention.__call__

@@ -49,7 +49,7 @@ class Eagle3Task(Task):
 
     schema = Eagle3Config
     config: Eagle3Config
-    ahead = 2
+    ahead: ClassVar[int] = 2
     drafts: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
         "tree": {"tree": "dynamic"},

@@ -73,10 +73,10 @@ def fingerprinted(config: PretrainedConfig, names: Collection[str]) -> tuple[str
     Raises:
         LookupError: there is none.
     """
-    last = f".{config.num_hidden_layers - 1}."
-    llama = "model.norm.weight", f"model.layers{last}self_attn.o_proj.weight"
-    if set(llama) <= set(names):
-        return llama
+    last, norm = f".{config.num_hidden_layers - 1}.", "model.norm.weight"
+    for kind in ("weight", "qweight", "weight_packed"):  # of Llama's name: plain, of AWQ and GPTQ, packed
+        if {norm, projection := f"model.layers{last}self_attn.o_proj.{kind}"} <= set(names):
+            return norm, projection
     inner = sorted(name for name in names if last in name and "att" in name and name.endswith(".weight"))
     outer = sorted(name for name in names if ("norm" in name or "ln_f" in name) and not any(map(str.isdigit, name)))
     return (outer or inner)[-1], inner[-1]

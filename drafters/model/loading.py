@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, readable
 from drafters.common.precision import warn_if_slow
 from drafters.common.wording import dtype_name, shortened, size_text
-from drafters.model.cache import SMALL, cache_bytes
+from drafters.model.cache import SMALL, cache_bytes, config_shapes
 from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
 from drafters.model.weights import TEXT_NAMES, open_weights, refuse_differences
 
@@ -53,7 +53,7 @@ def check_memory(
         what: the model, for the message.
         devices: all that the model may spread over.
     """
-    weights, cache = weight_bytes(config, dtype), cache_bytes(config, batch, context, dtype)
+    weights, cache = weight_bytes(config, dtype), cache_bytes(config_shapes(config), batch, context, dtype)
     free = sum(free_memory(device) for device in devices)
     if weights + cache <= max(free, SMALL):
         return
@@ -82,12 +82,7 @@ def load_model(
     """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
     A LoRA adapter is merged into the model that it names, in float32. Returns the model, and the fingerprint of its
-    files; None where it must be taken from the model itself.
-
-    Args:
-        device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
-            ``device``.
-        cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for, too.
+    files; None where it must be taken from the model itself. The arguments are ``TargetModel.from_pretrained``'s.
 
     Raises:
         ValueError: nothing loadable there, no such device, too little memory or other tensors than the configuration

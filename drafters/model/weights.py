@@ -29,7 +29,6 @@ from drafters.model.files import fingerprinted, meta_model, model_fingerprint, n
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-PACKED = ("weight", "qweight", "weight_packed")  # names of a projection's weight: plain, of AWQ and GPTQ, packed
 SHOWN = 4  # tensors that a message names
 
 
@@ -92,23 +91,15 @@ class Weights:
         with safe_open(self.path(key), framework="pt") as file:
             return file.get_tensor(self.stored[key].key)
 
-    @property
-    def projection(self) -> str | None:
-        """Name of the last layer's output projection; None where no tensor has Llama's name of it."""
-        last = f"model.layers.{getattr(self.config, 'num_hidden_layers', 0) - 1}.self_attn.o_proj."
-        return next((last + kind for kind in PACKED if last + kind in self.stored), None)
-
     def fingerprint(self) -> str | None:
         """``TargetModel.fingerprint`` of these files: of quantised weights, of the values as they are stored.
 
         None where none belongs to the attention of its last layer.
         """
-        norm, projection = NORM, self.projection
-        if projection is None or norm not in self.stored:
-            try:
-                norm, projection = fingerprinted(self.config, self.stored)
-            except LookupError:
-                return None
+        try:
+            norm, projection = fingerprinted(self.config, self.stored)
+        except LookupError:
+            return None
         with safe_open(fetch(self.name, self.stored[projection].file, self.revision), framework="pt") as file:
             row = file.get_slice(self.stored[projection].key)[0:1][0]
         return model_fingerprint(self.config, self.read(norm), row)
