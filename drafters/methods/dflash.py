@@ -237,7 +237,7 @@ class DFlashDrafter(LearnedDrafter):
         block = runner.part(head.layers, self.target.embed, runner.norm(head.norm), own_rope(head, self.target.config))
         fc, norm = runner.linear(head.fc), runner.norm(head.hidden_norm)
         layers = [PartLayer(ContextLayer(layer.self_attn, runner.linear), n) for n, layer in enumerate(head.layers)]
-        context = Part(layers, lambda states: norm(fc(states)), rope=block.rope, runner=block.runner)
+        context = Part(layers, lambda states: norm(fc(states)), rope=block.rope)
         if self.given.draft_dtype is not None:
             quantize_layers(block, self.given.draft_dtype, fc)
         return block, context
