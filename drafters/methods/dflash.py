@@ -202,7 +202,7 @@ class DFlashDrafter(LearnedDrafter):
 
     def _read(self, features: Tensor, counts: list[int]) -> None:
         """Put the first ``counts`` of the target's states ``[B, R, taps * H]`` into the cache."""
-        if any(counts):
+        if sum(counts):
             self.target.runner.run(self._context, [features], self._cache)
             self._cache.commit_first(counts)
 
