@@ -25,7 +25,7 @@ V31 = {"fc_norm": True, "norm_output": True}
 FORMS: dict[str, dict[str, Any]] = {
     "official": {"draft_vocab_size": 60},
     "vllm": {"taps": [0, 3, 6, 7], "layers": 2, "layer": "qwen3", "norm_before_residual": True, **V31},
-    "sglang": {"taps": [1, 3, 6], "draft_vocab_size": 60, **V31},
+    "sglang": {"taps": [0, 3, 6], "draft_vocab_size": 60, **V31},
     "speculators": {"draft_vocab_size": 60, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "llama.cpp": {"taps": [1, 3, 7], "own_lm_head": False, "norm_before_fc": True},
 }
@@ -92,7 +92,7 @@ def test_the_contract_of_each_reader(target: TargetModel, tmp_path: Path) -> Non
         "sglang": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 60, "bias": False, **V31},
         "llama.cpp": {"architectures": ["Eagle3LlamaForCausalLM"], "norm_before_fc": True, "num_hidden_layers": 1},
     }  # fmt: skip
-    ids = {"official": [2, 3, 4], "vllm": [0, 3, 6, 7], "sglang": [0, 2, 5], "llama.cpp": [1, 3, 7]}
+    ids = {"official": [2, 3, 4], "vllm": [0, 3, 6, 7], "sglang": [-1, 2, 5], "llama.cpp": [1, 3, 7]}
     for form, expected in keys.items():
         export(save_head(tmp_path / f"{form}-head", target, **FORMS[form]), form, tmp_path / form)
         config, weights = written(tmp_path / form)

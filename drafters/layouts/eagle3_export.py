@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from drafters.common.states import from_inputs, from_outputs, state_name, to_inputs, to_outputs
+from drafters.common.states import from_outputs, state_name, to_inputs, to_outputs
 from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import load_state
@@ -235,7 +235,7 @@ def read_by(to: str, config: Mapping[str, Any], layers: int) -> list[int]:
     if to == "sglang":
         return standard_taps(layers) if nested is None else from_outputs(nested)
     given = config.get(IDS) or nested
-    return standard_taps(layers) if given is None or to == "official" else from_inputs(given)
+    return standard_taps(layers) if given is None or to == "official" else list(given)
 
 
 def check_head(
