@@ -21,7 +21,7 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.eagle3 import draft_ids
+from drafters.methods.eagle3 import D2T, draft_ids
 from drafters.model.block_backbone import BlockBackbone, ContextLayer, block_rows
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHead, quantize_layers
@@ -228,7 +228,7 @@ class DFlashDrafter(LearnedDrafter):
 
     def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
         head = cast(Any, self.module)
-        ids = draft_ids(head, self.target.vocab_size)
+        ids = draft_ids(getattr(head, D2T, None), self.target.vocab_size)
         return DraftHead(self.target, ids, options.draft_dtype, own or head.lm_head)
 
     def _parts(self) -> tuple[Part, Part]:
