@@ -14,6 +14,8 @@ from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
+from drafters.methods.dflash import BlockOptions, DFlashDrafter
+from drafters.methods.dspark import DSparkDrafter, DSparkOptions
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
@@ -23,6 +25,7 @@ from drafters.model.runner import identity
 from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, Path, Shape, ShapePolicy
+from drafters.policy.truncation import Costs as BlockCosts
 
 EXIT_LAYER = 2
 
@@ -189,6 +192,79 @@ def medusa(
     return drafter
 
 
+class OracleBlock(DFlashDrafter):
+    """A block drafter whose slots know the target's features along its greedy continuation, plus ``noise`` (relative).
+
+    The head still runs, so that its cache, masks and positions are used as always.
+    """
+
+    noise = 0.0
+
+    def _states(self, state: DecodeState) -> torch.Tensor:
+        states = super()._states(state)
+        for row, known in enumerate(state.tokens):
+            tokens = list(known)
+            for slot in range(self.depth):
+                true = features_after(self.target, [tokens])[tuple(tokens)]
+                generator = torch.Generator().manual_seed(len(tokens))
+                scale = self.noise * true.float().pow(2).mean().sqrt()
+                states[row, slot] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
+                tokens.append(int(self.target.lm_head(true).argmax()))
+        return states
+
+
+class OracleDSpark(OracleBlock, DSparkDrafter):
+    """The same with DSpark's heads."""
+
+
+def shaken(module: Any) -> Any:
+    """The head, with norms that are not 1, biases that are not 0 and a Markov head that matters."""
+    generator = torch.Generator().manual_seed(3)
+    for name, weights in module.named_parameters():
+        if weights.dim() == 1:
+            weights.data += 0.2 * torch.randn(weights.shape, generator=generator)
+        elif name.startswith("markov_head"):
+            weights.data = 0.6 * torch.randn(weights.shape, generator=generator)
+    return module
+
+
+BLOCK: dict[str, Any] = {"block_size": 5, "mask_token_id": 2, "taps": [1, 2, 3], "layers": 2}
+BLOCK_KINDS: dict[str, tuple[type[DFlashDrafter], type[OracleBlock], type[BlockOptions]]] = {
+    "dflash": (DFlashDrafter, OracleBlock, BlockOptions),
+    "dspark": (DSparkDrafter, OracleDSpark, DSparkOptions),
+}
+
+
+def block_drafter(
+    name: str, target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any
+) -> Any:
+    """A drafter with a random head (``shaken``); ``noise`` makes it an oracle."""
+    kind, oracle, schema = BLOCK_KINDS[name]
+    given = BLOCK | {"layout": layout, "tree": tree} | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head: Any = kind.build_module(target.config, given)
+        if (kept := given.get("draft_vocab_size")) is not None:
+            ids = torch.randperm(target.vocab_size)[:kept].sort().values
+            head.d2t.copy_(ids - torch.arange(kept))
+            head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
+    if noise is None:
+        return kind(target, shaken(head), schema(**given))
+    drafter = oracle(target, head, schema(**given))
+    drafter.noise = noise
+    return drafter
+
+
+def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:
+    """A DFlash drafter; see ``block_drafter``."""
+    return block_drafter("dflash", target, noise, tree, layout, **options)
+
+
+def dspark(target: TargetModel, noise: float | None, tree: str, layout: str = "anchor-first", **options: Any) -> Any:
+    """A DSpark drafter; see ``block_drafter``."""
+    return block_drafter("dspark", target, noise, tree, layout, **{"markov_rank": 8} | options)
+
+
 @lru_cache(maxsize=8)
 def quiet_depths(scale: float) -> Callable[[str], PreTrainedModel]:
     """family -> a model whose layers from EXIT_LAYER on add but ``scale`` times what they would."""
@@ -256,6 +332,14 @@ def goes_by(drafter: Any, costs: Costs = AUTO_COSTS) -> Any:
         policy._curve, policy.prepare = lambda state: costs.rest, lambda *given: None  # type: ignore[method-assign]
     else:
         policy._measured = lambda *given: costs
+    return drafter
+
+
+def block_costs(drafter: Any, row: float = 0.25) -> Any:
+    """The drafter, whose truncation takes these costs: a pass over a block takes a tenth of a plain step, each draft
+    token ``row`` of it."""
+    costs = BlockCosts(0.1, Curve((1, 2), (1.0, 1.0 + row)))
+    drafter.policy._measured = lambda *given: costs
     return drafter
 
 

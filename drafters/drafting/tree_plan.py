@@ -200,12 +200,12 @@ def grow_dynamic(predicted: Tensor, extend: Extend, lm_head: LMHead, depth: int,
         features = predicted.gather(1, parent.expand(-1, -1, predicted.shape[-1]))
         frontier = best + first
         see = torch.cat([see.gather(1, parent.expand(-1, -1, see.shape[-1])), own], dim=-1)
-    draft = _rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
+    draft = rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
     draft.draws = (0,) * depth
     return draft
 
 
-def _rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
+def rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
     """Keep the ``nodes`` best of the candidates ``[B, C]`` of each batch row, renumbered."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
     kept = best.sort(dim=-1).values

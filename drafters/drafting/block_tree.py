@@ -1,0 +1,123 @@
+"""Drafts from one pass over a block: a plan filled with tokens, or the tree of the best cumulative log-probability.
+
+A block has a *slot* for each depth of the draft. Its scores may be the same for all nodes of the depth (DFlash's
+marginals), or depend on the tokens before it (DSpark's conditional scores). Both trees are lossless: the shape of the
+first does not depend on the tokens, and the nodes of the second are deterministic.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drafters.drafting.tree_plan import TreePlan, children_of, rerank
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import ROOT, DraftTree
+
+
+class Slots(Protocol):
+    """Scores of a block's slots, asked for in order of depth.
+
+    Attributes:
+        shared: the scores of a slot are the same for all nodes before it.
+    """
+
+    shared: bool
+
+    def logits(self, depth: int) -> Tensor:
+        """``[B, n, W]`` of the tokens after n nodes of one depth (0: the root); n is 1 if they are shared."""
+
+    def follow(self, tokens: Tensor, parents: Tensor) -> None:
+        """Go on from chosen nodes: ``tokens [B, n]``, places among the W; ``parents [B, n]`` or ``[n]``, rows of the
+        latest ``logits``."""
+
+    def certainty(self) -> Tensor:
+        """``[B, D]`` estimated acceptance of each slot of a chain, as a logit; it reads only tokens before the slot."""
+
+
+class Marginals:
+    """Slots whose scores do not depend on each other: ``logits [B, D, W]``."""
+
+    shared = True
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def logits(self, depth: int) -> Tensor:
+        """``[B, 1, W]``."""
+        return self._logits[:, depth : depth + 1]
+
+    def follow(self, tokens: Tensor, parents: Tensor) -> None:
+        """Nothing changes."""
+
+    def certainty(self) -> Tensor:
+        """``[B, D]``."""
+        return top_logit(self._logits)
+
+
+def top_logit(logits: Tensor) -> Tensor:
+    """The logit of the largest probability of each distribution, ``[..., W]`` -> ``[...]``.
+
+    It belongs to the distribution, not to the token that is drawn from it.
+    """
+    return logits.float().log_softmax(-1).amax(-1).exp().logit(eps=1e-6)
+
+
+def fill(slots: Slots, plan: TreePlan, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
+    """Fill a plan with tokens: the likeliest children of each node when greedy, otherwise draws without replacement.
+
+    Shared slots are drawn once, and the draws are the children of all nodes before the slot. Verification walks one
+    path, which meets each slot once, so that this is lossless.
+    """
+    tokens: list[Tensor] = []
+    valid: list[Tensor] = []
+    q: list[Tensor] = []
+    for depth, level in enumerate(plan.levels):
+        children, real = children_of(slots.logits(depth), level.children, sampling, generator, q)  # [B, n, children]
+        row = torch.zeros_like(level.parent_row) if slots.shared else level.parent_row
+        chosen = children[:, row, level.rank]  # [B, nodes of the level]
+        tokens.append(chosen)
+        if real is not None:
+            valid.append(real[:, row, level.rank])
+        if len(level.inner):
+            slots.follow(chosen[:, level.inner], row[level.inner])
+    return DraftTree.from_parents(
+        torch.cat(tokens, 1),
+        plan.parents,
+        q=torch.cat(q, 1) if q else None,
+        q_row=plan.above if slots.shared else plan.q_row,
+        valid=torch.cat(valid, 1) if valid else None,
+    )
+
+
+def grow_likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTree:
+    """The ``nodes`` best nodes by cumulative log-probability, to at most ``depth`` levels.
+
+    Over shared slots the tree is exact for ``top_k`` candidates in each slot (DDTree, arXiv 2604.12989): the best nodes
+    include at most ``nodes`` of a level, so that many are extended. Other slots are scored for each path, and ``top_k``
+    paths of a level are extended (EAGLE-2). Nodes are deterministic: sampled decoding accepts one with probability p.
+    """
+    width = nodes if slots.shared else top_k
+    scores: Tensor | None = None  # of the extended nodes, [B, n]
+    all_scores, all_tokens, all_parents = [], [], []
+    frontier, first = None, 0
+    for level in range(depth):
+        step, children = slots.logits(level).float().log_softmax(-1).topk(top_k, dim=-1)  # [B, 1 or n, k]
+        if scores is None:
+            scores = step.new_zeros(len(step), 1)
+            frontier = torch.full_like(children[..., 0], ROOT)
+        assert frontier is not None
+        candidates = (scores[..., None] + step).flatten(1)  # [B, n * k]
+        tokens = children.expand(-1, scores.shape[1], -1).flatten(1)
+        all_scores.append(candidates)
+        all_tokens.append(tokens)
+        all_parents.append(frontier.repeat_interleave(top_k, dim=1))
+        if level == depth - 1:
+            break
+        # Sorting is stable: on a tie, no node comes before its parent.
+        scores, best = (part[:, :width] for part in candidates.sort(dim=-1, descending=True, stable=True))
+        slots.follow(tokens.gather(1, best), best // top_k)
+        frontier, first = best + first, first + candidates.shape[1]
+    draft = rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
+    draft.draws = (0,) * depth
+    return draft

@@ -1,0 +1,174 @@
+"""The backbone of block drafters (DFlash, Chen et al. 2026; DSpark, DeepSeek 2026): one pass predicts a whole block.
+
+``fc`` and a norm make context features of the target's states. In every layer, keys and values come from the context
+features and from the block, through the same projections; queries come from the block only. So a context token's keys
+and values do not depend on the block: decoding computes them once, and keeps them in a cache (``ContextLayer``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from drafters.common.states import state_name
+from drafters.config import DraftLayer
+from drafters.model.cache import KVCache
+from drafters.model.fused import signed
+from drafters.model.layers import layer_kind, made
+from drafters.model.rows import Rows
+from drafters.model.runner import Transform
+
+States = tuple[Tensor, Tensor]  # keys and values, [B, key heads, T, D] each
+
+
+class BlockBackbone(nn.Module):
+    """``fc``, decoder layers of Llama or Qwen3, and a final norm; parameter names are those that engines load.
+
+    The embedding is the target's, and so is the LM head without ``draft_vocab_size``.
+
+    Args:
+        target_config: of the target.
+        taps: the target's states that it reads, by the number of layers before each.
+        layer, layers: kind of its decoder layers, and their number.
+        draft_vocab_size: rows of its own LM head; ``d2t`` has their ids, as offsets. None: the target's LM head.
+
+    Raises:
+        ValueError: the target has no such states, or fewer tokens.
+    """
+
+    def __init__(
+        self,
+        target_config: PretrainedConfig,
+        taps: Sequence[int],
+        layer: DraftLayer,
+        layers: int,
+        draft_vocab_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check(target_config, taps, draft_vocab_size)
+        kind = layer_kind(target_config, layer)
+        config: Any = kind.config
+        config.num_hidden_layers, wide = layers, config.hidden_size
+        if getattr(config, "layer_types", None):
+            config.layer_types = ["full_attention"] * layers
+        self.config, self.layer, self.hidden_size = config, layer, wide
+        self.fc = nn.Linear(len(taps) * wide, wide, bias=False)
+        self.hidden_norm = made(config, kind.norm, wide, eps=kind.eps)
+        stack = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(layers)]
+        self.layers = nn.ModuleList(stack)
+        self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
+        self.norm = made(config, kind.norm, wide, eps=kind.eps)
+        self.lm_head: nn.Linear | None = None
+        if draft_vocab_size is not None:
+            self.lm_head = nn.Linear(wide, draft_vocab_size, bias=False)
+            # Until training or a checkpoint sets it: the first tokens.
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        for weights in self.parameters():
+            if weights.dim() == 2:
+                nn.init.normal_(weights, std=config.initializer_range)
+
+    def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attention_mask: Any = None) -> Tensor:
+        """Run blocks over their context, as training does: states for the LM head, ``[B, T, H]``.
+
+        Args:
+            features: ``[B, C, taps * H]``, the target's states of C context tokens.
+            embeddings: ``[B, T, H]``, of the tokens of all blocks: the anchor and mask tokens of each.
+            position_ids: ``[B, C + T]``, of the context, then of the blocks. A block's first row has the position of
+                its anchor.
+            attention_mask: bool ``[B or 1, 1, T, C + T]``, which keys each row attends to: the context before its
+                anchor, and its own block. Or another object that the layers' attention function takes. None: all keys.
+        """
+        batch, context = features.shape[:2]
+        rows = embeddings.shape[1]
+        if attention_mask is None:
+            attention_mask = embeddings.new_ones(1, 1, rows, context + rows, dtype=torch.bool)
+        cos, sin = self.rotary_emb(embeddings, position_ids)
+        before = _Context(self.context_states(features, (cos[:, :context], sin[:, :context])))
+        hidden, angles = embeddings, (cos[:, context:], sin[:, context:])
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids[:, context:],
+                position_embeddings=angles,
+                past_key_values=before,
+                use_cache=True,
+            )
+        return self.norm(hidden)
+
+    def context_features(self, states: Tensor) -> Tensor:
+        """Make features ``[..., H]`` of the target's states ``[..., taps * H]``."""
+        return self.hidden_norm(self.fc(states))
+
+    def context_states(self, states: Tensor, angles: States) -> list[States]:
+        """Each layer's keys and values of context tokens, from the target's states ``[B, C, taps * H]``."""
+        features, turns = self.context_features(states), signed(angles)
+        parts: list[Any] = [layer.self_attn for layer in self.layers]
+        return [_states(part, part.k_proj, part.v_proj, features, turns) for part in parts]
+
+
+class _Context:
+    """The interface of a cache, for training: a layer's keys and values are the context's, then those of the block."""
+
+    def __init__(self, states: list[States]) -> None:
+        self.states = states
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> States:
+        before = self.states[layer]
+        return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
+
+
+class ContextLayer:
+    """Writes one layer's keys and values of context features to the cache, and returns the features unchanged.
+
+    A part of such layers takes in committed tokens. The layers of the block then attend to the cache.
+
+    Args:
+        attention: of the layer. linear: makes the engine's product of a projection.
+    """
+
+    groups = 1
+    few_rows = 1 << 30  # it attends to nothing, so no number of rows needs a mask
+
+    def __init__(self, attention: Any, linear: Callable[[Any], Transform]) -> None:
+        self._attention = attention
+        self._keys, self._values = linear(attention.k_proj), linear(attention.v_proj)
+
+    def __call__(self, features: Tensor, angles: Any, mask: Tensor | None, cache: KVCache, index: int) -> Tensor:
+        """``[B, C, H]`` -> the same. ``angles``: cos and sin ``[..., D]``, or as fused layers have them."""
+        turns = angles if angles[0].dim() == 4 else signed(angles)
+        cache.update(*_states(self._attention, self._keys, self._values, features, turns), index)
+        return features
+
+
+def block_rows(size: int, causal: bool, device: torch.device) -> Rows:
+    """Rows of a block: each attends to the whole block, or, if ``causal``, to the rows before it and itself."""
+    return Rows() if causal else Rows(torch.ones(1, size, size, dtype=torch.bool, device=device))
+
+
+def _states(attention: Any, k_proj: Transform, v_proj: Transform, features: Tensor, turns: States) -> States:
+    """Keys and values ``[B, key heads, C, D]`` of features ``[B, C, H]``; ``turns``: RoPE's ``signed`` angles."""
+    width = attention.head_dim
+    keys, values = (project(features).unflatten(-1, (-1, width)) for project in (k_proj, v_proj))
+    if hasattr(attention, "k_norm"):  # Qwen3
+        keys = attention.k_norm(keys)
+    cos, sin = turns
+    keys = torch.addcmul(keys * cos, keys.roll(width // 2, -1), sin)
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _check(target: PretrainedConfig, taps: Sequence[int], draft_vocab_size: int | None) -> None:
+    """Raise ValueError unless a target with this configuration has such states and tokens."""
+    last = target.num_hidden_layers
+    if wrong := [tap for tap in taps if not 0 <= tap <= last]:
+        raise ValueError(
+            f"taps are {list(taps)}, and the target has {last} layers: {wrong[0]} is no state of it; give numbers from "
+            f"0 (the embeddings) to {last} ({state_name(last)})"
+        )
+    if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {draft_vocab_size:,}, and the target's vocabulary has {target.vocab_size:,} tokens; "
+            "leave it out to draft with the target's LM head"
+        )

@@ -1,0 +1,159 @@
+"""How many tokens of a drafted block to verify: a position is verified while its expected gain is profitable.
+
+DSpark (DeepSeek 2026, Algorithm 1) admits positions by cumulative confidence while tokens per second rise. The decision
+for a position may use the tokens before it, and no later ones: whether a draft token is verified would otherwise depend
+on the token, which changes the output's distribution. So the walk goes from the first position on, and stops at the
+first that is not profitable; it never looks at the whole block.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from drafters.base import Expected
+from drafters.loop.sampling import Sampling
+from drafters.policy.costs import Curve, context_limit, context_limits, step_times
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+    from drafters.loop.acceptance import Verdict
+    from drafters.loop.state import DecodeState
+
+EXPLORE = 32  # with the online estimate, one step in this many verifies the whole block, to learn about its end
+FADE = 0.98  # of the average tokens and time of a step, per step
+LEARNING_RATE = 0.01  # of the online estimate, per token
+SLOPE, BIAS = 0.5, -0.2  # where the online estimate begins; vLLM 0.32 begins there
+MOST = 8.0  # largest logit that the online estimate reads
+
+
+class OnlineAcceptance:
+    """Logistic estimate of each position's acceptance from the logit of max q, fitted while decoding.
+
+    max q belongs to the position's distribution, which the tokens before it determine.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._weights = [[SLOPE, BIAS] for _ in range(depth)]
+
+    def values(self, logits: list[float]) -> list[float]:
+        """Estimated acceptance of the first positions, each given that those before it are accepted."""
+        return [self._value(place, logit) for place, logit in enumerate(logits)]
+
+    def learn(self, place: int, logit: float, accepted: bool) -> None:
+        """One step of gradient descent on the log-loss of one verified position."""
+        error = LEARNING_RATE * (accepted - self._value(place, logit))
+        slope, bias = self._weights[place]
+        self._weights[place] = [slope + error * _bounded(logit), bias + error]
+
+    def _value(self, place: int, logit: float) -> float:
+        slope, bias = self._weights[place]
+        return _sigmoid(slope * _bounded(logit) + bias)
+
+
+@dataclass
+class Costs:
+    """Seconds of a step: of its ``draft``, and of the ``rest`` by rows (root included)."""
+
+    draft: float
+    rest: Curve
+
+
+class Truncation:
+    """Cuts the chains of a batch to a common length. It reads costs and acceptance, never the clock.
+
+    Rows of a batch do not depend on each other, so that a row's length may depend on the tokens of all others. The
+    block is drafted in every step; ``tree: auto`` skips drafts that are not profitable.
+
+    Args:
+        depth: most tokens of a draft.
+        trained: the drafter's estimates come from a trained confidence head; otherwise they are logits of max q.
+    """
+
+    def __init__(self, depth: int, trained: bool) -> None:
+        self.depth, self.trained = depth, trained
+        self._costs: dict[tuple[int, Sampling, int], Costs] = {}
+        self._online: dict[Sampling, OnlineAcceptance] = {}
+        self._forced: int | None = None  # while costs are measured
+        self._latest: list[list[float]] = []  # logits of the latest draft, by batch row
+        self._tokens = self._time = 1.0  # of the average step; time in units of a step without a draft
+        self._sums = [0.0, 0.0, 0.0, 0.0]  # steps, tokens, plain steps, drafted tokens
+
+    def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
+        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
+        if self._forced is not None:
+            return
+        for limit in context_limits(drafter.target, longest):
+            if (batch, sampling, limit) not in self._costs:
+                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
+
+    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Costs:
+        lengths = sorted({0, 1, self.depth // 2, self.depth})
+        key: dict[str, Any] = {"method": drafter.name, "options": drafter.settings.model_dump()}
+
+        def use(length: int) -> None:
+            self._forced = length
+
+        try:
+            times = step_times(drafter, lengths, use, batch, sampling, limit, longest, key)
+        finally:
+            self._forced = None
+        rest = Curve.of({1 + length: time.rest for length, time in zip(lengths, times, strict=True)})
+        return Costs(max(time.draft for time in times), rest)
+
+    def length(self, certainty: Tensor, state: "DecodeState") -> int:
+        """Number of tokens of the chains ``[B, D]`` to verify; ``certainty``: estimated acceptance as logits."""
+        if self._forced is not None:
+            return min(self._forced, certainty.shape[1])
+        self._latest = certainty.tolist()
+        unfinished = [row for row, done in zip(self._latest, state.finished, strict=True) if not done]
+        chances = [self._acceptance(row, state.sampling) for row in unfinished]
+        costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
+        plain = costs.rest.at(1)
+        explores = not self.trained and self._sums[0] % EXPLORE == EXPLORE - 1
+        pace, tokens, count = self._tokens / self._time, 1.0, 0
+        paths = [1.0] * len(chances)  # of each row, the chance that the positions so far are accepted
+        while count < certainty.shape[1]:
+            paths = [path * row[count] for path, row in zip(paths, chances, strict=True)]
+            gain = sum(paths) / len(paths)
+            more = (costs.rest.at(count + 2) - costs.rest.at(count + 1)) / plain
+            if gain <= pace * more and not explores:
+                break
+            tokens, count = tokens + gain, count + 1
+        time = (costs.draft + costs.rest.at(count + 1)) / plain
+        self._tokens = FADE * self._tokens + (1 - FADE) * tokens
+        self._time = FADE * self._time + (1 - FADE) * time
+        step = 1.0, tokens, time, float(count)
+        self._sums = [before + more for before, more in zip(self._sums, step, strict=True)]
+        return count
+
+    def _acceptance(self, logits: list[float], sampling: Sampling) -> list[float]:
+        if self.trained:
+            return [_sigmoid(logit) for logit in logits]
+        return self._online.setdefault(sampling, OnlineAcceptance(self.depth)).values(logits)
+
+    def learn(self, size: int, state: "DecodeState", verdict: "Verdict") -> None:
+        """Learn from the verdict on chains of ``size`` tokens."""
+        estimate = self._online.get(state.sampling)
+        if estimate is None or self._forced is not None:
+            return
+        for row, logits in enumerate(self._latest):
+            if state.finished[row]:  # cut short
+                continue
+            accepted = len(verdict.own_rows(row, size)) - 1
+            for place in range(min(accepted + 1, size)):
+                estimate.learn(place, logits[place], place < accepted)
+
+    def expected(self) -> Expected | None:
+        """Expected tokens and time of all steps so far; None before the first."""
+        steps, tokens, plain_steps, drafted = self._sums
+        return Expected(steps, tokens, plain_steps, f"{drafted / steps:.1f} tokens a draft") if steps else None
+
+
+def _bounded(logit: float) -> float:
+    return min(max(logit, -MOST), MOST)
+
+
+def _sigmoid(logit: float) -> float:
+    return 1.0 / (1.0 + math.exp(-min(max(logit, -60.0), 60.0)))

@@ -1,0 +1,81 @@
+"""The forward of block drafters, written from its description: DFlash (section 3.1) and DSpark (sections 3.1 and 3.2).
+
+No cache, no engine, no module: whole sequences, one block at a time.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def rms(values: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def turned(heads: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """RoPE of ``[T, heads, D]`` at ``positions [T]``, in two halves."""
+    width = heads.shape[-1]
+    angles = positions[:, None, None] * theta ** (-torch.arange(0, width, 2) / width)  # [T, 1, D / 2]
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, causal: bool = False) -> Tensor:
+    """States ``[T, H]`` of a block's rows, for the LM head.
+
+    Args:
+        states: ``[C, taps * H]``, the target's, of all tokens before the anchor. block: ``[T, H]`` embeddings.
+    """
+    eps, context, rows = config.rms_norm_eps, len(states), len(block)
+    features = rms(states @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    theta, width = config.rope_parameters["rope_theta"], config.head_dim
+    positions = torch.arange(context + rows).float()
+    see = torch.ones(rows, context + rows).bool()
+    if causal:
+        see = see.tril(context)
+    hidden = block
+    for number in range(config.num_hidden_layers):
+        own = {name.removeprefix(f"layers.{number}."): w for name, w in weights.items() if f"layers.{number}." in name}
+        normed = rms(hidden, own["input_layernorm.weight"], eps)
+        both = torch.cat([features, normed])
+        given = {"q": normed, "k": both, "v": both}
+        heads = {n: (x @ own[f"self_attn.{n}_proj.weight"].T).view(len(x), -1, width) for n, x in given.items()}
+        for n in "qk":
+            if (norm := own.get(f"self_attn.{n}_norm.weight")) is not None:
+                heads[n] = rms(heads[n], norm, eps)
+        groups = heads["q"].shape[1] // heads["k"].shape[1]
+        q, k = turned(heads["q"], positions[context:], theta), turned(heads["k"], positions, theta)
+        k, v = k.repeat_interleave(groups, dim=1), heads["v"].repeat_interleave(groups, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width)
+        scores = scores.masked_fill(~see, -torch.inf)
+        mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(rows, -1)
+        hidden = hidden + mixed @ own["self_attn.o_proj.weight"].T
+        inner = rms(hidden, own["post_attention_layernorm.weight"], eps)
+        gate = torch.nn.functional.silu(inner @ own["mlp.gate_proj.weight"].T)
+        hidden = hidden + (gate * (inner @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+    return rms(hidden, weights["norm.weight"], eps)
+
+
+def markov_bias(weights: Weights, kind: str, tokens: list[int], states: Tensor) -> Tensor:
+    """What DSpark adds to the logits ``[W]`` of the slot after ``tokens``, the anchor first; ``states [D, H]``."""
+    head = {name.removeprefix("markov_head."): w for name, w in weights.items() if name.startswith("markov_head.")}
+    if kind == "rnn":
+        rank = head["markov_w1.weight"].shape[1]
+        memory, out = torch.zeros(rank), torch.zeros(rank)
+        for token, state in zip(tokens, states, strict=False):
+            joint = torch.cat([memory, head["markov_w1.weight"][token], state])
+            parts = head["joint_proj.weight"] @ joint + head["joint_proj.bias"]
+            gate, candidate, out = parts[:rank].sigmoid(), parts[rank : 2 * rank].tanh(), parts[2 * rank :].tanh()
+            memory = gate * memory + (1 - gate) * candidate
+        return head["markov_w2.weight"] @ out
+    embedding, state = head["markov_w1.weight"][tokens[-1]], states[len(tokens) - 1]
+    if kind == "gated":
+        gate = head["gate_proj.weight"] @ torch.cat([state, embedding]) + head["gate_proj.bias"]
+        embedding = gate.sigmoid() * embedding
+    return head["markov_w2.weight"] @ embedding
