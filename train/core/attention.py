@@ -60,6 +60,31 @@ class Chains(Dialogues):
         return self.states[0]
 
 
+@dataclass(frozen=True)
+class Blocks(Dialogues):
+    """Given instead of a mask: blocks that are drafted behind positions of packed dialogues, all in parallel.
+
+    The keys are those of the row's tokens, then those of the blocks. A query sees the tokens of its dialogue before its
+    block's anchor, and its block.
+
+    Attributes:
+        anchors: by dialogue, the position of each block's anchor, ascending.
+        size: rows of a block.
+        causal: a row of a block sees only the rows before it and itself.
+    """
+
+    anchors: list[list[int]]
+    size: int
+    causal: bool = False
+
+
+def take_dialogues(module: nn.Module) -> None:
+    """Let the layers of ``module`` call ``dialogue_attention``."""
+    for part in module.modules():
+        if hasattr(part, "config") and hasattr(part.config, "_attn_implementation"):
+            part.config._attn_implementation = NAME
+
+
 def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
     """Let a head's layer take ``Dialogues`` as its mask; with a tensor or None it does what it did before.
 
@@ -69,9 +94,7 @@ def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
     Raises:
         ValueError: the attention of the target's family does not take them.
     """
-    for part in module.modules():
-        if hasattr(part, "config") and hasattr(part.config, "_attn_implementation"):
-            part.config._attn_implementation = NAME
+    take_dialogues(module)
     check_dialogues(module, probe_states(module, config.hidden_size), partial(no_head, config))
 
 
@@ -111,6 +134,8 @@ def dialogue_attention(
     attention_mask = dialogues or attention_mask
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if isinstance(attention_mask, Blocks):
+        return block_attention(module, query, key, value, attention_mask, **options), None
     attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
     given = [query, key, value]
     if beside := attention_mask.beside():
@@ -183,6 +208,51 @@ def blocked_attention(
             mixed = mixed + (weights[:, :, None, last:] @ near_v[:, first:last]).squeeze(2)
         blocks.append(mixed)
     return torch.cat(blocks, dim=1).view(rows, heads, length, width).transpose(1, 2).to(query.dtype)
+
+
+def block_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Blocks,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> Tensor:
+    """Attention of m blocks of B rows, ``[1, heads, m B, d]`` -> ``[1, m B, heads, d]``, keys and values
+    ``[1, kv_heads, L + m B, d]``, by matrix products in float32, on a GPU too.
+
+    Neighbouring blocks of a dialogue, together about ``BLOCK`` queries (on a GPU eight times as many), are one product
+    with the tokens before the last one's anchor, and one product of each block with itself.
+    """
+    heads, width = query.shape[1], query.shape[3]
+    wide, size, tokens = torch.promote_types(query.dtype, torch.float32), blocks.size, sum(blocks.lengths)
+    q = query[0].to(wide) * (width**-0.5 if scaling is None else scaling)
+    k, v = (each[0].to(wide).repeat_interleave(heads // key.shape[1], dim=0) for each in (key, value))
+    later = torch.zeros(size, size, dtype=wide, device=q.device)
+    if blocks.causal:
+        later = later.fill_(float("-inf")).triu(1)
+    at_once = max(1, (BLOCK if (_device or q.device.type) == "cpu" else 8 * BLOCK) // size)
+    found, first, start = [], 0, 0  # ``first``: of the next block's rows; ``start``: of the dialogue
+    for length, anchors in zip(blocks.lengths, blocks.anchors, strict=False):  # without blocks: no lists
+        for some in (anchors[at : at + at_once] for at in range(0, len(anchors), at_once)):
+            context, count = slice(start, start + some[-1]), len(some) * size
+            rows, own = slice(first, first + count), slice(tokens + first, tokens + first + count)
+            shape = heads * len(some), size, width
+            queries, own_k, own_v = (each.reshape(shape) for each in (q[:, rows], k[:, own], v[:, own]))
+            behind = torch.arange(some[-1], device=q.device) >= torch.tensor(some, device=q.device)[:, None]
+            hidden = torch.zeros_like(behind, dtype=wide).masked_fill_(behind, float("-inf")).repeat_interleave(size, 0)
+            far = torch.baddbmm(hidden.expand(heads, -1, -1), q[:, rows], k[:, context].transpose(1, 2))
+            near = torch.baddbmm(later.expand(len(queries), -1, -1), queries, own_k.transpose(1, 2))
+            weights = torch.cat([far, near.view(heads, count, size)], dim=-1).softmax(-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            inside = weights[..., some[-1] :].reshape(len(queries), size, size) @ own_v
+            found.append(weights[..., : some[-1]] @ v[:, context] + inside.view(heads, count, width))
+            first += count
+        start += length
+    mixed = torch.cat(found, dim=1) if found else q
+    return mixed.transpose(0, 1)[None].to(query.dtype)
 
 
 def causal_attention(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -113,6 +113,10 @@ class Task(ABC):
     def fit(self, train: Source) -> None:  # noqa: B027
         """With the config's ``solves_weights``: solve for some new weights from the training data."""
 
+    def describe(self, train: Source) -> str | None:
+        """One line on what of the training data is trained on, if not all answers; raises ValueError if nothing is."""
+        return None
+
     def rate_factors(self, step: int) -> dict[str, float]:
         """By prefix of weights' names, their factor on the learning rate after ``step`` steps; other weights: 1."""
         return {}
@@ -140,6 +144,14 @@ class Task(ABC):
         random positions draws them by ``seed``, which is None on held-out text.
         """
         return batch.shifted(batch.loss_mask, self.ahead).flatten().nonzero().squeeze(1)
+
+    def choose(self, batch: Batch, seed: int | None = None) -> Batch:
+        """``batch`` with its trained positions; arguments as for ``rows``."""
+        return replace(batch, rows=self.rows(batch, seed))
+
+    def choose_most(self, batch: Batch) -> Batch:
+        """``batch`` with as many trained positions as it can have, for an estimate; their values mean nothing."""
+        return replace(batch, rows=torch.arange(batch.tokens))
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         """Predictions, targets and weights of the trained positions ``batch.rows``.
@@ -169,6 +181,12 @@ class Task(ABC):
     def judged(self, pairs: Pairs) -> Pairs:
         """The predictions that draft, beside the features of the target that will verify them."""
         return pairs
+
+    def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
+        """The predictions that draft ``tokens``, int64 ``[n]``, indices into a batch of one dialogue, beside the
+        features of the target that will verify them."""
+        pairs = self.pairs(module, replace(batch, rows=tokens - self.ahead))
+        return self.judged(replace(pairs, targets=batch.features[0, tokens - 1]))
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """Figures on held-out text beside the losses.
