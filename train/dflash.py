@@ -18,6 +18,7 @@ from train.preflight.command import program
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(DFlashConfig, __doc__)
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,6 +111,8 @@ class DFlashTask(Task):
             places.append(blocks * slots + kept.flatten().nonzero().squeeze(1))
             anchors.append(own.tolist())
             blocks += len(own)
+        if not blocks:  # nothing to train on here; the head must run, because other ranks do
+            anchors = [[0]]
         return replace(batch, rows=torch.cat(rows), places=torch.cat(places), anchors=anchors)
 
     def choose_most(self, batch: Batch) -> Batch:
@@ -186,13 +189,13 @@ class DFlashTask(Task):
         positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
         blocks = Blocks(batch.dialogue_lengths(), batch.anchors, config.block_size, config.causal)
         found = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
-        return found.view(len(anchors), config.block_size, -1)[:, config.block_size - config.slots :]
+        return found.view(len(anchors), config.block_size, found.shape[-1])[:, config.block_size - config.slots :]
 
     def tokens_at_anchors(self, batch: Batch, behind: Tensor | None = None) -> Tensor:
         """int64 ``[m]``: the tokens at the anchors; or ``[m, K]``, ``behind`` them (int64 ``[K]``), the last one of
         the row where there are no more."""
-        starts = [span.start for span in batch.spans]
-        flat = [start + place for start, own in zip(starts, batch.anchors, strict=True) for place in own]
+        starts = itertools.accumulate(batch.dialogue_lengths(), initial=0)
+        flat = [start + place for start, own in zip(starts, batch.anchors, strict=False) for place in own]
         at = torch.tensor(flat, dtype=torch.int64, device=batch.input_ids.device)
         if behind is not None:
             at = (at[:, None] + behind).clamp_max(batch.input_ids.shape[1] - 1)

@@ -32,14 +32,14 @@ from train.dflash import DFlashTask
 
 
 class DSparkTask(DFlashTask):
-    """Section 3 of the paper (DeepSeek 2026, arXiv 2607.05147), DFlash's blocks with logits z_k of slot k and the text's
-    token t_{k-1} before it, p of the target:
+    """Section 3 of the paper (DeepSeek 2026, arXiv 2607.05147), DFlash's blocks with logits z_k of slot k and
+    the text's token t_{k-1} before it, p of the target:
 
     q_k = softmax(z_k + W2 latent(t_{k-1}, h_k)),  c_k = sigmoid(confidence(h_k, t_{k-1}))
     L   = sum_k w_k (0.1 CrossEntropy(t_k, q_k) + 0.9 ||p_k - q_k||_1 + BCE(c_k, sum_x min(p_k(x), q_k(x))))
 
-    with w_k = exp(-(k - 1) / 4), or as the config says. The confidence's label has no gradient. With ``draft_vocab`` the
-    label compares distributions over its tokens, and so it is too large where the target's token is outside.
+    with w_k = exp(-(k - 1) / 4), or as the config says. The confidence's label has no gradient. With ``draft_vocab``
+    it compares distributions over those tokens, so it is too large where the target's token is another.
     """
 
     schema = DSparkConfig
@@ -59,10 +59,7 @@ class DSparkTask(DFlashTask):
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         head: Any = self.module
         previous = self.tokens_at_anchors(batch, torch.arange(self.config.slots, device=states.device))  # [m, K]
-        if not len(previous):
-            latents = states.new_zeros(0, self.config.markov_rank)
-        else:
-            latents = head.markov_head(previous, states).flatten(0, 1)
+        latents = head.markov_head(previous, states).flatten(0, 1)
         found = {"latents": latents[batch.places][None]}
         if self.config.confidence_head:
             chosen = states.flatten(0, 1)[batch.places], previous.flatten()[batch.places]

@@ -68,7 +68,7 @@ class Blocks(Dialogues):
     block's anchor, and its block.
 
     Attributes:
-        anchors: by dialogue, the position of each block's anchor, ascending.
+        anchors: by dialogue, the position of each block's anchor, ascending; at least one in all.
         size: rows of a block.
         causal: a row of a block sees only the rows before it and itself.
     """
@@ -235,7 +235,7 @@ def block_attention(
         later = later.fill_(float("-inf")).triu(1)
     at_once = max(1, (BLOCK if (_device or q.device.type) == "cpu" else 8 * BLOCK) // size)
     found, first, start = [], 0, 0  # ``first``: of the next block's rows; ``start``: of the dialogue
-    for length, anchors in zip(blocks.lengths, blocks.anchors, strict=False):  # without blocks: no lists
+    for length, anchors in zip(blocks.lengths, blocks.anchors, strict=False):
         for some in (anchors[at : at + at_once] for at in range(0, len(anchors), at_once)):
             context, count = slice(start, start + some[-1]), len(some) * size
             rows, own = slice(first, first + count), slice(tokens + first, tokens + first + count)
@@ -251,8 +251,7 @@ def block_attention(
             found.append(weights[..., : some[-1]] @ v[:, context] + inside.view(heads, count, width))
             first += count
         start += length
-    mixed = torch.cat(found, dim=1) if found else q
-    return mixed.transpose(0, 1)[None].to(query.dtype)
+    return torch.cat(found, dim=1).transpose(0, 1)[None].to(query.dtype)
 
 
 def causal_attention(

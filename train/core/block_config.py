@@ -90,8 +90,8 @@ class DFlashConfig(TrainConfig):
     def _can_hold_its_blocks(self) -> Self:
         if self.batch_tokens <= self.block_size:
             raise ValueError(
-                f"batch_tokens is {self.batch_tokens}, and a block of {self.block_size} rows needs {self.block_size + 1} "
-                f"tokens; set batch_tokens={self.block_size + 1} or more"
+                f"batch_tokens is {self.batch_tokens}, and a block of {self.block_size} rows needs a token before it; "
+                f"set batch_tokens={self.block_size + 1} or more"
             )
         if self.draft_vocab is not None and self.loss_vocab is not None:
             raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set only that")
