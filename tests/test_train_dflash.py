@@ -11,6 +11,7 @@ import tiny_run
 import torch
 import torch.nn.functional as F
 from block_reference import block_states
+from conformance import plain_greedy
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -217,8 +218,7 @@ def own_text(folder: Path, target: TargetModel) -> Path:
     """Stores of the target's own greedy answers, which it repeats: few enough to learn by heart."""
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(3, tiny.VOCAB_SIZE, (3, 4), generator=generator)
-    texts = [generate(target, None, prompt[None], max_new_tokens=24, eos_token_id=[]).tokens[0] for prompt in prompts]
-    tokens = [torch.cat([prompt, text]) for prompt, text in zip(prompts, texts, strict=True)]
+    tokens = [torch.tensor([*ids, *plain_greedy(target, ids, 24)]) for ids in prompts.tolist()]
     masks = [torch.arange(len(each)) >= 4 for each in tokens]
     return tiny_run.write_texts(folder, target, tokens, masks)
 
@@ -228,10 +228,17 @@ def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path
     """Catches training that does not fit decoding: a layout, positions or a context that are off by one, the mask's
     embedding at the anchor."""
     features = own_text(tmp_path / "own", target)
-    more = {"features": str(features), "layout": layout, "steps": 60, "tau_every": 60, "tau_new_tokens": 20}
+    more = {
+        "features": str(features),
+        "layout": layout,
+        "steps": 150,
+        "tau_every": 150,
+        "layers": 2,
+        "tau_new_tokens": 20,
+    }
     run = tiny_run.train_here("dflash", settings | more)
     first, last = [row["heldout_tau"] for row in read_metrics(run.config.out) if "heldout_tau" in row]
-    assert first < 1.5 and last > 0.8 * run.config.slots, (first, last)
+    assert first < 1.2 and last > 1.7, (first, last)  # off by one, it stays near 1
 
 
 def test_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -279,5 +286,5 @@ def test_what_the_data_cannot_train_is_refused(settings: dict[str, Any]) -> None
     task, batch = made(settings, 1)
     nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])  # a rank without work
     loss = task.losses(task.pairs(task.module, task.choose(nothing, 0), 0))["loss"]
-    assert float(loss) == 0
     loss.backward()
+    assert loss.item() == 0
