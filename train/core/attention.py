@@ -226,31 +226,37 @@ def block_attention(
     Neighbouring blocks of a dialogue, together about ``BLOCK`` queries (on a GPU eight times as many), are one product
     with the tokens before the last one's anchor, and one product of each block with itself.
     """
-    heads, width = query.shape[1], query.shape[3]
-    wide, size, tokens = torch.promote_types(query.dtype, torch.float32), blocks.size, sum(blocks.lengths)
-    q = query[0].to(wide) * (width**-0.5 if scaling is None else scaling)
-    k, v = (each[0].to(wide).repeat_interleave(heads // key.shape[1], dim=0) for each in (key, value))
-    later = torch.zeros(size, size, dtype=wide, device=q.device)
+    heads, width, size = query.shape[1], query.shape[3], blocks.size
+    wide = torch.promote_types(query.dtype, torch.float32)
+    later = torch.zeros(size, size, dtype=wide, device=query.device)
     if blocks.causal:
         later = later.fill_(float("-inf")).triu(1)
-    at_once = max(1, (BLOCK if (_device or q.device.type) == "cpu" else 8 * BLOCK) // size)
-    found, first, start = [], 0, 0  # ``first``: of the next block's rows; ``start``: of the dialogue
-    for length, anchors in zip(blocks.lengths, blocks.anchors, strict=False):
-        for some in (anchors[at : at + at_once] for at in range(0, len(anchors), at_once)):
-            context, count = slice(start, start + some[-1]), len(some) * size
-            rows, own = slice(first, first + count), slice(tokens + first, tokens + first + count)
-            shape = heads * len(some), size, width
-            queries, own_k, own_v = (each.reshape(shape) for each in (q[:, rows], k[:, own], v[:, own]))
-            behind = torch.arange(some[-1], device=q.device) >= torch.tensor(some, device=q.device)[:, None]
-            hidden = torch.zeros_like(behind, dtype=wide).masked_fill_(behind, float("-inf")).repeat_interleave(size, 0)
-            far = torch.baddbmm(hidden.expand(heads, -1, -1), q[:, rows], k[:, context].transpose(1, 2))
-            near = torch.baddbmm(later.expand(len(queries), -1, -1), queries, own_k.transpose(1, 2))
-            weights = torch.cat([far, near.view(heads, count, size)], dim=-1).softmax(-1)
-            weights = F.dropout(weights, dropout) if dropout else weights
-            inside = weights[..., some[-1] :].reshape(len(queries), size, size) @ own_v
-            found.append(weights[..., : some[-1]] @ v[:, context] + inside.view(heads, count, width))
-            first += count
-        start += length
+    at_once = max(1, (BLOCK if (_device or query.device.type) == "cpu" else 8 * BLOCK) // size)
+    starts = [range(0, len(own), at_once) for own in blocks.anchors]
+    groups = [own[at : at + at_once] for own, every in zip(blocks.anchors, starts, strict=True) for at in every]
+    counts = [len(group) * size for group in groups]
+
+    # ``split`` and not slices: the gradient of each slice would be as large as the whole.
+    q = (query[0].to(wide) * (width**-0.5 if scaling is None else scaling)).split(counts, dim=1)
+    tokens, groups_of_heads = sum(blocks.lengths), heads // key.shape[1]
+    wider = [each[0].to(wide).repeat_interleave(groups_of_heads, dim=0) for each in (key, value)]
+    context, inside = zip(*(each.split([tokens, sum(counts)], dim=1) for each in wider), strict=True)
+    dialogues = zip(*(each.split(blocks.lengths, dim=1) for each in context), strict=True)
+    behind = [states for states, every in zip(dialogues, starts, strict=False) for _ in every]  # of each group
+    own = zip(*(each.split(counts, dim=1) for each in inside), strict=True)
+    found = []
+    for anchors, queries, (far_k, far_v), (own_k, own_v) in zip(groups, q, behind, own, strict=True):
+        last, count, single = anchors[-1], len(anchors) * size, (heads * len(anchors), size, width)
+        unseen = torch.arange(last, device=q[0].device) >= torch.tensor(anchors, device=q[0].device)[:, None]
+        hidden = torch.zeros_like(unseen, dtype=wide).masked_fill_(unseen, float("-inf")).repeat_interleave(size, 0)
+        far = torch.baddbmm(hidden.expand(heads, -1, -1), queries, far_k[:, :last].transpose(1, 2))
+        keys = own_k.reshape(single).transpose(1, 2)
+        near = torch.baddbmm(later.expand(single[0], -1, -1), queries.reshape(single), keys)
+        weights = torch.cat([far, near.view(heads, count, size)], dim=-1).softmax(-1)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        of_far, of_near = weights.split([last, size], dim=-1)
+        mixed = (of_near.reshape(single[0], size, size) @ own_v.reshape(single)).view(heads, count, width)
+        found.append(mixed + of_far @ far_v[:, :last])
     return torch.cat(found, dim=1).transpose(0, 1)[None].to(query.dtype)
 
 
