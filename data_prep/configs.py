@@ -12,6 +12,7 @@ from data_prep.common.disk import check_own
 from data_prep.dialogues.reader import check_source
 from drafters.common.files import check_file, check_folder
 from drafters.common.paths import check_model
+from drafters.common.states import NEEDS_LAYERS, READS
 from drafters.config import Amount, Config, Dtype, Layers, Length, Seed, Size, Vocabulary
 from drafters.methods import check_method
 
@@ -41,7 +42,10 @@ class FeatureKeys(TargetKeys):
 
     target: str = Field(min_length=1)  # folder or Hub repository
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
-    exit_layers: list[Layers] = []  # also the hidden states after this many decoder layers (Kangaroo)
+    # The hidden states to store beside the features: the union of what these methods read by default
+    # (drafters/common/states.py) and of `exit_layers`, the states after this many decoder layers.
+    methods: list[str] = Field([], alias="for")
+    exit_layers: list[Layers] = []
     max_length: Length = Field(2048, ge=2)  # tokens of a dialogue; the rest is cut off
     limit: Amount | None = Field(None, ge=1)  # dialogues of each split, the first ones; default: all
 
@@ -58,12 +62,25 @@ class FeatureKeys(TargetKeys):
                 )
         return splits
 
+    @field_validator("methods")
+    @classmethod
+    def _known_methods(cls, methods: list[str]) -> list[str]:
+        if unknown := [name for name in methods if name not in READS]:
+            raise ValueError(f"unknown method {unknown[0]}; known: {', '.join(READS)}")
+        return methods
+
     @field_validator("exit_layers")
     @classmethod
     def _layers_once(cls, layers: list[int]) -> list[int]:
         if len(set(layers)) != len(layers):
             raise ValueError("each layer at most once")
         return sorted(layers)
+
+    @model_validator(mode="after")
+    def _names_the_exit(self) -> Self:
+        if not self.exit_layers and (open_ := [name for name in self.methods if name in NEEDS_LAYERS]):
+            raise ValueError(f"for: {open_[0]} has no default layer; name its exit layer, for example exit_layers=[2]")
+        return self
 
 
 class VLLMKeys(Config):

@@ -162,4 +162,4 @@ def _fields_at(schema: Any, location: list[str]) -> list[str]:
         annotation = fields[part].annotation
         nested = [annotation, *getattr(annotation, "__args__", ())]
         schema = next((a for a in nested if hasattr(a, "model_fields")), schema)
-    return list(getattr(schema, "model_fields", {}))
+    return [field.alias or name for name, field in getattr(schema, "model_fields", {}).items()]

@@ -2,7 +2,7 @@
 
     python -m drafters.convert SOURCE --target MODEL --out FOLDER [--revision R] [--exit-layer N]
 
-SOURCE is a folder or Hub repository of an EAGLE or EAGLE-2 head or a Kangaroo adapter: config.json and
+SOURCE is a folder or Hub repository of an EAGLE, EAGLE-2 or EAGLE-3 head or a Kangaroo adapter: config.json and
 model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter needs --exit-layer, which
 its files do not tell. FOLDER can be loaded (`load_drafter`), trained further (init_from) and published.
 """

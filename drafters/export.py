@@ -1,11 +1,12 @@
 """Export a trained drafter in the form that its official code or an engine loads, or check a folder in such a form.
 
-    python -m drafters.export CHECKPOINT --to official|vllm|sglang --out FOLDER [--target MODEL] [--adapter LORA]
-    python -m drafters.export --check FOLDER [--to official|vllm|sglang] [--target MODEL]
+    python -m drafters.export CHECKPOINT --to PROGRAM --out FOLDER [--target MODEL] [--adapter LORA]
+    python -m drafters.export --check FOLDER [--to PROGRAM] [--target MODEL]
 
-EAGLE heads with the decoder layer of a Llama go to all three; the official code and vLLM read the same folder. Kangaroo
-adapters of Llamas go to their official code. Each folder gets a README.md with the command that serves it. These
-programs do not report a wrong name, shape or key of config.json: --check does, with status 1.
+PROGRAM is official, vllm, sglang, speculators or llama.cpp. EAGLE-3 heads go to all, EAGLE heads with the decoder layer
+of a Llama to the first three, Kangaroo adapters of Llamas to their official code. Each folder gets a README.md with the
+command that serves it. These programs do not report a wrong name, shape or key of config.json: --check does, with
+status 1.
 """
 
 from pathlib import Path
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"OK: {check(given.check, given.to, given.target)}")
         return
     if not (given.checkpoint and given.to and given.out):
-        parser.error("give CHECKPOINT --to official|vllm|sglang --out FOLDER, or --check FOLDER")
+        parser.error(f"give CHECKPOINT --to {'|'.join(READERS)} --out FOLDER, or --check FOLDER")
     check_new_folder(given.out, "--out")
     check_model(given.checkpoint, "checkpoint")
     check_model(given.adapter, "--adapter")

@@ -18,6 +18,7 @@ from drafters.common.wording import shortened
 from drafters.config import (
     Amount,
     Config,
+    DraftSize,
     Dtype,
     Engine,
     Layers,
@@ -343,6 +344,39 @@ class LosslessConfig(Config):
                 f"target.quantize is {self.target.quantize!r}, but transformers' model, which judges the tokens, is "
                 "not quantised: leave it out"
             )
+        return self
+
+
+class ParityConfig(Config):
+    """eval.parity: a head, its target, and the engine that serves it."""
+
+    target: TargetEntry
+    checkpoint: str = Field(description="folder or Hub repository of our EAGLE or EAGLE-3 head")
+    engine: Literal["vllm", "sglang", "ours"] = Field(description="ours: no engine; which reading accepts most")
+    prompts: PromptsConfig | None = Field(None, description="None: the target samples the beginnings")
+    count: Amount = Field(80, ge=2, description="prompts, unless prompts.count is given")
+    begun_tokens: Length = Field(16, ge=2, description="tokens of a prompt that the target samples")
+    max_new_tokens: Length = Field(128, ge=2, description="new tokens of a prompt")
+    depth: DraftSize = Field(5, ge=1, description="tokens of a draft, which is a chain")
+    batch: Size = Field(8, ge=1, description="prompts that our loop decodes together")
+    python: Path | None = Field(None, description="Python of the engine's environment; None: that of make engines")
+    module: str | None = Field(None, description="worker module; None: the engine's in eval/engine_workers")
+    patience: float = Field(
+        900.0, gt=0, description="seconds after which loading the engine, or one prompt, has failed"
+    )
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
+    seed: Seed = Field(0, ge=0, description="of the beginnings")
+    out: Path = Path("runs/parity")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.engine == "sglang":
+            raise ValueError(
+                "engine is sglang, and there is no worker that reads the accepted tokens of each of its steps "
+                "(eval/engine_workers/sglang_worker.py); give --engine vllm, or --engine ours to rank the readings"
+            )
+        if self.engine == "ours" and (self.python is not None or self.module is not None):
+            raise ValueError("python and module are of another engine, and engine is ours; leave them out")
         return self
 
 

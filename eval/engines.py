@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = make_console()
     kept = f"nothing was measured since this start, earlier runs are kept; to resume: {command()}"
     with keeping(lambda: kept), contextlib.ExitStack() as stack:
-        measure_and_report(config, parsed.command, console, engines=Engines(config, stack, console))
+        measure_and_report(config, parsed.command, console, engines=Engines(config, config.engines, stack, console))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ FOLDERS = (*CHECKPOINTS, *DRAFT_MODELS)
 FILES = ("pool", "datastore")
 STOCK = "stock generate"  # label of transformers' own generation
 PYTHONS = {"vllm": Path(".venv-vllm/bin/python"), "llama_cpp": Path(".venv-llama/bin/python")}
-NEEDS = {"draft_model": "draft_model", "eagle": "checkpoint", "ours": "ours"}  # engine's method -> its required key
+# Engine's method -> its required key.
+NEEDS = {"draft_model": "draft_model", "eagle": "checkpoint", "eagle3": "checkpoint", "ours": "ours"}
 
 
 def _check_odd(count: int) -> int:
@@ -143,12 +144,12 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "ours"] = "plain"
+    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "ours"] = "plain"
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository, for method draft_model")
-    checkpoint: str | None = Field(None, description="folder of our EAGLE head, which is exported first")
+    checkpoint: str | None = Field(None, description="folder of our EAGLE or EAGLE-3 head, which is exported first")
     ours: dict[str, Any] | None = Field(
         None, description="for method ours: drafter and options that run inside vLLM, see drafters/vllm_proposer.py"
     )
@@ -181,9 +182,10 @@ class EngineEntry(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for method, key in NEEDS.items():
-            if (self.method == method) != (getattr(self, key) is not None):
-                raise ValueError(f"{self.label}: {key} and method {method} go together; method is {self.method}")
+        for key in dict.fromkeys(NEEDS.values()):
+            if (NEEDS.get(self.method) == key) != (getattr(self, key) is not None):
+                methods = " or ".join(method for method, needed in NEEDS.items() if needed == key)
+                raise ValueError(f"{self.label}: {key} and method {methods} go together; method is {self.method}")
         if self.engine == "llama_cpp" and (self.gguf is None or self.method not in ("plain", "prompt_lookup")):
             found = f"method {self.method}, gguf {self.gguf}"
             raise ValueError(f"{self.label}: llama_cpp takes gguf and method plain or prompt_lookup; found {found}")

@@ -93,9 +93,9 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
             fresh = DynamicCache()
             known_ids = torch.tensor([tokens[:known]], device=state.target.device)
             state.target.model(known_ids, past_key_values=fresh, use_cache=True)
-            keys, values = state.cache.views(0, known)
-            for ours, kind in ((keys, "keys"), (values, "values")):  # layers in one comparison, which costs as one
-                found = torch.stack([ours[layer][row] for layer in range(state.target.num_layers)])
+            for kind in ("keys", "values"):  # layers in one comparison, which costs as one
+                ours = getattr(state.cache, kind)[: state.target.num_layers]
+                found = torch.stack([layer[row, :, :known] for layer in ours])
                 theirs = torch.stack([getattr(layer, kind)[0] for layer in fresh.layers])
                 torch.testing.assert_close(found, theirs, atol=tolerance, rtol=tolerance)
         return steps

@@ -207,7 +207,24 @@ what differs.
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
 
-Of a multimodal folder (Gemma 3, Mistral 3, LLaVA) the text model is taken, if transformers has a causal LM for it.
+Of a multimodal folder (Gemma 3, Mistral 3, LLaVA, Qwen2.5-VL, Qwen3-VL) the text model is taken, for text only.
+
+## Quantised
+A checkpoint that transformers loads is decoded, captured and trained for. Each kind was tried on a CPU with a tiny
+folder (`tests/test_quantised.py`). bitsandbytes was tried by hand, in 4 and 8 bits; there bf16 rounding may choose
+another token. **None of them has run on a GPU yet.** A missing package is named before weights are read. Training from
+captured states needs no package, only an LM head that is not quantised.
+
+| published as | `quant_method` | package | weights in memory | engine |
+| --- | --- | --- | --- | --- |
+| FP8 in blocks (DeepSeek-V3, Qwen3-FP8) | `fp8` | none | bf16 | as not quantised |
+| MXFP4 (GPT-OSS) | `mxfp4` | none | bf16 | stock |
+| both, on a GPU | | kernels | as stored | stock |
+| W4A16, W8A16 of llm-compressor | `compressed-tensors` | compressed-tensors | bf16 | as not quantised |
+| FP8, INT8 of llm-compressor | `compressed-tensors` | compressed-tensors | bf16, rounded activations | stock |
+| AWQ | `awq` | gptqmodel | as stored | stock |
+| GPTQ | `gptq` | optimum, gptqmodel | as stored | stock |
+| bitsandbytes | `bitsandbytes` | bitsandbytes | as stored | stock |
 
 ## Refused
 Their states can still be captured (`python -m data_prep.features`), and drafters trained from them.

@@ -2,9 +2,10 @@
 
     python sglang_class.py CASES.json
 
-Each case names an exported ``folder``, the ``target`` it is served beside, ``inputs`` (safetensors: features ``[T, H]``
-and the next tokens' embeddings ``[T, H]``) and ``out``, which gets the features ``[T, H]`` and, on stdout as a line of
-JSON, the names of the parameters that loading has left alone.
+Each case names an exported ``folder``, the ``target`` it is served beside, ``inputs`` (safetensors: features
+``[T, H]``, of EAGLE-3 the target's states ``[T, taps * H]``, and the next tokens' embeddings ``[T, H]``) and ``out``,
+which gets the features ``[T, H]``, of EAGLE-3 also the logits and the target's ids of the draft tokens. A line of JSON
+on stdout has the names of the parameters that loading has left alone, and the states that an EAGLE-3 head is given.
 
 SGLang needs compiled kernels to serve. Its classes are plain torch on a CPU: the names of kernels and of torchvision
 are missing, and the attention, which each of its backends computes from a cache, is torch's here.
@@ -71,14 +72,25 @@ def start(target: str) -> None:
         parallel_state.initialize_model_parallel(backend="gloo")
 
 
-def run(case: dict[str, str]) -> list[str]:
-    """Load one head and compute; what was left alone."""
+def states_of(config, layers: int) -> list[int]:
+    """The states that SGLang's Llama hands over for this draft model: before the layers of these numbers."""
+    from sglang.srt.models.llama import LlamaForCausalLM
+
+    target = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True), model=SimpleNamespace())
+    target.config = SimpleNamespace(num_hidden_layers=layers)
+    ids = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    LlamaForCausalLM.set_eagle3_layers_to_capture(target, ids)
+    return target.model.layers_to_capture
+
+
+def run(case: dict[str, str]) -> dict[str, list]:
+    """Load one head and compute."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.runtime_context import get_parallel
 
-    config = AutoConfig.from_pretrained(case["folder"])
+    config, target = AutoConfig.from_pretrained(case["folder"]), AutoConfig.from_pretrained(case["target"])
     given = load_file(case["inputs"])
     count = len(given["features"])
     ids, places = torch.zeros(count, dtype=torch.long), torch.arange(count)
@@ -92,12 +104,20 @@ def run(case: dict[str, str]) -> list[str]:
         batch.spec_info = SimpleNamespace(hidden_states=given["features"])
         with forward_context(ForwardContext(attn_backend=CausalAttention())):
             out = model.model(ids, places, batch, input_embeds=given["embeddings"])
-    save_file({"features": out.contiguous()}, case["out"])
-    return left
+        if isinstance(out, Tensor):  # EAGLE
+            found, states = {"features": out}, []
+        else:
+            scored, fed_back = out
+            found, states = {"features": fed_back[0]}, states_of(config, target.num_hidden_layers)
+            found["logits"] = scored @ model.lm_head.weight[: config.draft_vocab_size].T  # without the padding
+            if model.get_hot_token_id() is not None:
+                found["ids"] = model.get_hot_token_id()
+    save_file({name: value.contiguous() for name, value in found.items()}, case["out"])
+    return {"left": left, "states": states}
 
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
     start(cases[0]["target"])
     for case in cases:
-        print(json.dumps({"left": run(case)}), flush=True)
+        print(json.dumps(run(case)), flush=True)

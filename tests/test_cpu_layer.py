@@ -92,7 +92,7 @@ def steps(target: TargetModel, context: int) -> list[Tensor]:
 def by_torch(target: TargetModel) -> TargetModel:
     """The target with its layers one by one, through torch's operations."""
     assert all(cpu_layer(layer) is not None for layer in target.layers)
-    one_by_one(target._part(0, None), *((tap,) for tap in range(4)), (0, 1, 3))
+    one_by_one(target.part(0, None), *((tap,) for tap in range(4)), (0, 1, 3))
     return target
 
 
@@ -195,7 +195,8 @@ def test_layers_in_one_call_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch
         cache.commit_first([30, 20])
         output = target.run(ids[:, :7], cache, random_tree(2, 7), taps=taps)
         first_two = target.shallow(ids[:, :5], target.new_cache(2, 9), 2)
-        return [output.features, first_two, *(output.taps[tap] for tap in taps), *cache.views(0, 37)[0]]
+        written = [keys[:, :, :37] for keys in cache.keys]
+        return [output.features, first_two, *(output.taps[tap] for tap in taps), *written]
 
     monkeypatch.setattr(JoinedLayers, "__call__", counted)
     join = backend.join_layers
@@ -279,9 +280,8 @@ def test_what_is_not_a_number_stays_where_it_is(context: int) -> None:
     """Catches slots beyond the last that are multiplied by zero: of a draft that overflowed and was rejected."""
     target = TargetModel(model_of("llama", torch.bfloat16))
     cache = target.new_cache(1, context + 60)
-    for views in cache.views(0, context + 60):
-        for view in views:
-            view.fill_(torch.nan)
+    for memory in cache.keys + cache.values:
+        memory.fill_(torch.nan)
     target.run(torch.tensor([prompt(context)]), cache)
     cache.commit_first([context])
     for rows in (1, 5, 18):
@@ -306,7 +306,7 @@ def test_a_prompt_of_another_length_changes_nothing() -> None:
 def test_gradients_go_through_torch() -> None:
     """Catches a head that is trained on a target's layers and gets no gradient, for the kernels have none."""
     target = TargetModel(model_of("llama", torch.bfloat16))
-    (layer,) = backend.join_layers([target.part_layer(0)], ())
+    (layer,) = backend.join_layers(target.part(0, 1).layers, ())
     assert isinstance(layer.layer, JoinedLayers)
     hidden = torch.randn(1, 4, 256, dtype=torch.bfloat16)
     angles = target.runner.rope(Placed(CHAIN, [0], 4, hidden.device))

@@ -91,7 +91,7 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
         assert torch.equal(theirs[0], ours)
     likeliest(head, theirs, *found)
     end = behind + rows + len(seen)
-    for a, b in zip(*(cache.layer(0) for cache in caches), strict=True):
+    for a, b in zip(*((cache.keys[0], cache.values[0]) for cache in caches), strict=True):
         assert torch.equal(a[:, :, :end], b[:, :, :end])
 
 

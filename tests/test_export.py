@@ -275,7 +275,9 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
     with pytest.raises(ValueError, match="was trained for .*target.* is another model"):
         export(head, "vllm", tmp_path / "out", str(tmp_path / "other"))
     adapter = save_head(tmp_path / "kangaroo", target, exit_layer=EXIT)
-    with pytest.raises(ValueError, match="of the method 'kangaroo'; vLLM loads an EAGLE head, and no other"):
+    with pytest.raises(
+        ValueError, match="of the method 'kangaroo'; vLLM loads an EAGLE head and an EAGLE-3 head, and no"
+    ):
         export(adapter, "vllm", tmp_path / "out")
     save_checkpoint(tmp_path / "ffn", {}, make_config("kangaroo", {"exit_layer": EXIT, "ffn": True}, target))
     with pytest.raises(ValueError, match="its ffn is True, and the official code knows only False"):

@@ -64,7 +64,9 @@ def assert_same(here: Path, out: str = "out", atol: float = 1e-4) -> None:
             assert one.input_ids.tolist() == other.input_ids.tolist()
             assert one.loss_mask.tolist() == other.loss_mask.tolist()
             torch.testing.assert_close(one.features, other.features, atol=atol, rtol=1e-3)
-            torch.testing.assert_close(one.taps[2], other.taps[2], atol=atol, rtol=1e-3)
+            assert one.taps.keys() == other.taps.keys()
+            for tap in one.taps:
+                torch.testing.assert_close(one.taps[tap], other.taps[tap], atol=atol, rtol=1e-3)
 
 
 def test_the_store_is_that_of_our_own_dump(here, capfd):
@@ -76,6 +78,18 @@ def test_the_store_is_that_of_our_own_dump(here, capfd):
     assert "starting vLLM" in capfd.readouterr().out
     run(here)  # finished: nothing is started
     assert "starting vLLM" not in capfd.readouterr().out
+
+
+def test_any_set_of_layers(here):
+    """Catches states handed to the wrong tap when there are several, and an engine asked for Kangaroo's layer only."""
+    run(here, "for=[eagle3]", "exit_layers=[]", f"out={here.parent / 'three'}")
+    run(here, "for=[eagle3]", "exit_layers=[]", "engine=own", f"out={here.parent / 'ours'}")
+    theirs, ours = (FeatureStore.open(here.parent / out / "train") for out in ("three", "ours"))
+    assert theirs.manifest.taps == ours.manifest.taps == [1, 2, 3]
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one.features, other.features, atol=1e-4, rtol=1e-3)
+        for tap in (1, 2, 3):
+            torch.testing.assert_close(one.taps[tap], other.taps[tap], atol=1e-4, rtol=1e-3)
 
 
 def test_eight_bits(here):

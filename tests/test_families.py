@@ -15,7 +15,16 @@ import torch
 from conformance import prompt
 from families import DECODED, PAGE, REFUSED, WIDE, WINDOW, build, decode, trial
 from published import assert_equal, served_features
-from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, Mistral3Config, Qwen2_5_VLConfig
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Kosmos2Config,
+    LlavaConfig,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, make_drafter
@@ -184,14 +193,22 @@ VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "n
 VISION |= {"image_size": 28, "patch_size": 14}
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"), [(LlavaConfig, "llama"), (Mistral3Config, "mistral"), (Gemma3Config, "gemma3_text")]
-)
-def test_the_text_model_of_a_multimodal_folder(kind: Any, text: str, tmp_path: Path) -> None:
+# The text model's own layers of Qwen-VL take positions of three kinds, which are equal for text.
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+TEXTS: list[tuple[Any, str, dict[str, Any]]] = [(LlavaConfig, "llama", {}), (Mistral3Config, "mistral", {})]
+TEXTS += [(Gemma3Config, "gemma3_text", DECODED["gemma3_text"]), (Qwen2_5_VLConfig, "qwen2_5_vl_text", WIDE | ROPE)]
+TEXTS += [(Qwen3VLConfig, "qwen3_vl_text", ROPE)]
+
+
+@pytest.mark.parametrize(("kind", "text", "changes"), TEXTS)
+def test_the_text_model_of_a_multimodal_folder(kind: Any, text: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Catches a traceback, the list of all families, and an embedding or a fingerprint of something else."""
-    inner = {**tiny._COMMON, **DECODED[text], "model_type": text, "num_hidden_layers": 2}
+    inner = {**tiny._COMMON, **changes, "model_type": text, "num_hidden_layers": 2}
     whole = AutoModelForImageTextToText.from_config(kind(text_config=inner, vision_config=VISION)).eval()
     whole.save_pretrained(tmp_path)
+    if text == "qwen2_5_vl_text":  # named as in the released files
+        found = load_file(tmp_path / "model.safetensors")
+        assert any(key.startswith("visual.") for key in found) and "model.layers.0.input_layernorm.weight" in found
     target = TargetModel.from_pretrained(str(tmp_path), "float32", "cpu")
     ids = torch.tensor([prompt(ROWS)])
     torch.testing.assert_close(target.lm_head(target.features(ids).features), whole(ids).logits, atol=1e-4, rtol=1e-4)
@@ -201,7 +218,7 @@ def test_the_text_model_of_a_multimodal_folder(kind: Any, text: str, tmp_path: P
 
 def test_a_multimodal_model_without_a_causal_lm(tmp_path: Path) -> None:
     """Catches a traceback, or a list of all families that transformers has."""
-    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    Kosmos2Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a multimodal model .* no causal LM for its text model") as caught:
         TargetModel.from_pretrained(str(tmp_path))
     assert len(str(caught.value)) < 300

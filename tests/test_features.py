@@ -24,9 +24,11 @@ from data_prep.common import disk
 from data_prep.common import target as loading
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.extraction import headers
 from data_prep.extraction.dump import FORWARD_COST, plan_batches
 from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
+from drafters.common.wording import size_text
 from drafters.model.target import TargetModel
 
 
@@ -132,6 +134,9 @@ def test_long_dialogues_are_cut_and_counted(tmp_path, target_folder):
     [
         ("exit_layers=[4]", r"exit_layers \[4\]: .* has 4 layers; choose from 1 to 3"),
         ("exit_layers=[2,2]", "each layer at most once"),
+        ("for=[eagle2]", r"for\.?.*: unknown method eagle2; known: eagle, eagle3, dflash"),
+        ("for=[eagle, dflash]", r"dflash: the target has 4 layers, and 5 different taps need at least 6"),
+        ("fro=[eagle3]", "unknown key 'fro'; did you mean 'for'"),
         ("max_length=512", r"max_length is 512, .* made for 256 tokens; set max_length=256"),
         ("batch_tokens=20", r"batch_tokens is 20, and the longest .* has (\d+) tokens; set batch"),
         ("splits.trian=TRAIN", "training reads splits named train and heldout, found trian"),
@@ -173,6 +178,78 @@ def test_a_template_that_hangs_on_an_answers_end(tmp_path):
     (plain,), (thought,) = (split.dialogues for split in splits)
     assert thought.input_ids.tolist() == plain.input_ids.tolist()
     assert thought.loss_mask.tolist() == plain.loss_mask.tolist()
+
+
+def test_one_pass_for_many_drafters(tmp_path, target_folder):
+    """Catches a method's layers left out of the union, or named by the neighbour's name in the manifest."""
+    config = write_config(tmp_path, target_folder, exit_layers=[])
+    with refused("for: kangaroo has no default layer; name its exit layer"):
+        run(config, "for=[eagle3, kangaroo]")
+    run(config, "for=[eagle, eagle3, kangaroo, medusa]", "exit_layers=[2]")
+    store = FeatureStore.open(tmp_path / "out" / "train")
+    assert store.manifest.taps == [1, 2, 3] == list(store[0].taps)
+    assert store.manifest.states == {
+        "features": "output of the final norm = hidden_states[-1]",
+        "tap_1": "output of layer 0 = hidden_states[1]",
+        "tap_2": "output of layer 1 = hidden_states[2]",
+        "tap_3": "output of layer 2 = hidden_states[3]",
+    }
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    recorded = target.model(input_ids=store[1].input_ids[None], output_hidden_states=True).hidden_states
+    for tap, values in store[1].taps.items():
+        torch.testing.assert_close(values, recorded[tap][0], atol=1e-4, rtol=1e-3)
+    # A store from before the names is complete and readable, and the same command leaves it as it is.
+    file = tmp_path / "out" / "train" / MANIFEST
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "states"}))
+    assert FeatureStore.open(file.parent).manifest.states == {}
+    run(config, "exit_layers=[1, 2, 3]")
+
+
+def test_a_head_of_the_targets_layers_is_asked_for_alone(tmp_path, target_folder, monkeypatch):
+    """Catches a target refused for the head of another method: EAGLE-3's layer does not depend on the family."""
+
+    def none(*arguments, **options):
+        raise ValueError("no head of these layers")
+
+    monkeypatch.setattr(headers, "KangarooAdapter", none)
+    monkeypatch.setattr(headers, "EagleHead", none)
+    config = write_config(tmp_path, target_folder, exit_layers=[])
+    features.main(["--config", str(config), "--dry-run", "for=[eagle3, medusa]"])
+    for override in ("for=[eagle3, eagle]", "for=[]", "exit_layers=[1]"):
+        with refused("no head of these layers"):
+            features.main(["--config", str(config), "--dry-run", override])
+
+
+@pytest.mark.parametrize("answers", ["given", "own"])
+def test_sizes_before_the_pass(tmp_path, target_folder, monkeypatch, capsys, answers):
+    """Catches a dry run that loads weights or writes, sizes that are not those of the store, and a full disk unseen."""
+    config = str(write_config(tmp_path, target_folder, heldout_answers=answers, heldout_new_tokens=8))
+    arguments = ["--config", config, "for=[eagle3]"]
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "TargetModel", None)
+        features.main([*arguments, "--dry-run"])
+        printed = capsys.readouterr().out
+        assert not (tmp_path / "out").exists()
+        usage = namedtuple("usage", "total used free")
+        patched.setattr(disk.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
+        with refused(r"out: .* needs \d+ kB, and 5\.00 kB are free"):
+            features.main([*arguments, "--dry-run"])
+    hidden = TargetModel.from_pretrained(str(target_folder), "float32", "cpu").hidden_size
+    for name in ("output of the final norm = hidden_states[-1]", "output of layer 2 = hidden_states[3]"):
+        assert re.search(rf"^{re.escape(name)} +{4 * hidden} +\d.* kB$", printed, flags=re.MULTILINE), printed
+    assert ("sized by the file's answers" in printed) == (answers == "own")
+    assert re.search(rf"^all, in float32 +{5 + 4 * 4 * hidden:,} ", printed, flags=re.MULTILINE)
+    (tokens,) = re.findall(r"bytes per token +([\d,]+) tokens", printed)
+    saved = 4 * (3 * hidden - 4)  # four states, each of them with a scale
+    assert f"store_dtype int8 saves {size_text(saved * int(tokens.replace(',', '')))} " in printed
+    capsys.readouterr()
+    run(Path(config), "for=[eagle3]", "heldout_answers=given", "store_dtype=int8")
+    printed = capsys.readouterr().out
+    assert f"{5 + 4 * (hidden + 4):,} bytes" in printed and "int8 saves" not in printed
+    stores = [FeatureStore.open(tmp_path / "out" / split).manifest for split in ("train", "heldout")]
+    assert sum(manifest.tokens for manifest in stores) == int(tokens.replace(",", ""))
+    assert sum(manifest.size for manifest in stores) == pytest.approx(stores[0].token_bytes * stores[0].tokens
+        + stores[1].token_bytes * stores[1].tokens, rel=0.2)  # fmt: skip
 
 
 def test_a_disk_that_is_too_small(tmp_path, target_folder, monkeypatch):

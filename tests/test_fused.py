@@ -157,7 +157,7 @@ def test_weights_are_not_packed_when_memory_is_short(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("rows", "offset"), [(1, 0), (4, 0), (4, 2), (70, 0)])
 @pytest.mark.parametrize("window", [None, 8])
 def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: int | None) -> None:
-    """Catches a kept bias cut at the wrong column, and query heads that get another row's mask."""
+    """Catches columns of a window at the wrong place, and query heads that get another row's mask."""
     placed = Placed(Rows(offset=offset), lengths, rows, torch.device("cpu"))
     mask, bias = placed.mask(Scope(window)), placed.bias(window, 2, torch.float32)
     assert (mask is None) == (bias is None)

@@ -13,6 +13,7 @@ from rigged import perturbed
 from simulated_cuda import CUDA, SimulatedCuda, simulated_cuda
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from transformers.utils import logging as transformers_logging
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.methods.speculative import SpeculativeDrafter
@@ -154,7 +155,7 @@ def test_attention_on_cuda(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) 
 
 def test_int8_is_not_drafted_with(gpu: SimulatedCuda, caplog: Any) -> None:
     """Catches a draft head that is read in int8 by a kernel that is slower than bf16's."""
-    linear._tell_once.cache_clear()
+    transformers_logging.warning_once.cache_clear()
     target = on_gpu("fused")
     with caplog.at_level(logging.WARNING):
         head = DraftHead(target, torch.arange(40), "int8")

@@ -42,8 +42,8 @@ def test_commit_of_scattered_rows() -> None:
         for b, row in enumerate(expected):
             for layer in range(2):
                 want = torch.tensor(row)[None, :, None].expand(3, -1, 4) + 1000 * layer
-                keys, values = cache.views(0, len(row))
-                assert torch.equal(keys[layer][b], want) and torch.equal(values[layer][b], -want)
+                keys, values = cache.keys[layer][b, :, : len(row)], cache.values[layer][b, :, : len(row)]
+                assert torch.equal(keys, want) and torch.equal(values, -want)
 
 
 def test_offset_writes_follow_uncommitted_rows() -> None:
@@ -76,17 +76,16 @@ def test_a_row_copied_from_a_cache_of_its_own() -> None:
     alone.commit_first([4])
     cache.copy_row(1, alone)
     assert cache.lengths == [0, 4, 0]
-    for ours, theirs in zip(cache.views(0, 8), alone.views(0, 4), strict=True):
-        assert torch.equal(ours[1][1, :, :4], theirs[1][0])
+    for ours, theirs in ((cache.keys, alone.keys), (cache.values, alone.values)):
+        assert torch.equal(ours[1][1, :, :4], theirs[1][0, :, :4])
         assert not ours[1][[0, 2]].any() and not ours[1][1, :, 4:].any()
 
 
 def test_a_released_cache_holds_no_memory() -> None:
     """Catches a drafter that keeps the cache of one prompt while it asks for the next one's."""
     cache = make(1)
-    seen = cache.at(2).seen(0)[0]
-    kept = [weakref.ref(part) for part in (*cache._parts[0], seen)]
-    del seen
+    cache.at(2).update(numbered(1, 2, 0), numbered(1, 2, 0), 0)
+    kept = [weakref.ref(part) for part in (*cache._parts[0], *cache.keys)]
     cache.release()
     assert not any(reference() is not None for reference in kept)
     KVCache.nothing().release()

@@ -10,12 +10,13 @@ import pytest
 import tiny
 import torch
 from conformance import NO_EOS, checked_commits, prompt, rows_of
+from quantised_folders import fp8
 from rigged import eagle
 from safetensors.torch import load_file, save_file
 
 from drafters import TargetModel, generate, load_frozen_ends, make_drafter
 from drafters.model import loading
-from drafters.model.cache import KVCache, cache_bytes
+from drafters.model.cache import KVCache, cache_bytes, config_shapes
 from drafters.model.graphs import GraphRunner, differs_from_layers
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
@@ -41,9 +42,9 @@ def test_bytes_are_those_of_the_model_and_its_cache() -> None:
         model = tiny.build("llama", **changes)
         counted = sum(weights.numel() for weights in model.parameters())
         assert loading.weight_bytes(model.config, torch.bfloat16) == 2 * counted
-    cache = KVCache.for_config(model.config, 3, 17, torch.bfloat16, "cpu")
-    keys, values = cache.views(0, 17)
-    assert cache_bytes(model.config, 3, 17, torch.bfloat16) == sum(part.nbytes for part in keys + values)
+    shapes = config_shapes(model.config)
+    cache = KVCache(shapes, 3, 17, torch.bfloat16, "cpu")
+    assert cache_bytes(shapes, 3, 17, torch.bfloat16) == sum(part.nbytes for part in cache.keys + cache.values)
 
 
 def test_too_little_memory_is_said_before_weights_are_read(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,22 +230,9 @@ def test_an_adapter_beside_a_model(saved: str) -> None:
         load_frozen_ends(saved)
 
 
-def quantise_to_fp8(folder: str) -> None:
-    """Store the layers' projections as FP8 in one block each, as the official FP8 checkpoints are."""
-
-    def cast(found: Tensors) -> None:
-        for key in [key for key in found if "proj" in key]:
-            scale = found[key].abs().max() / 448
-            found[key] = (found[key] / scale).to(torch.float8_e4m3fn)
-            found[key.replace(".weight", ".weight_scale_inv")] = scale.reshape(1, 1)
-
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    change(folder, cast, quantization_config=quantization)
-
-
 def test_fp8_has_one_fingerprint(saved: str) -> None:
     """Catches features of a target "trained for X, not for X": its bytes on one side, their meaning on the other."""
-    quantise_to_fp8(saved)
+    fp8(Path(saved))
     target, ends = TargetModel.from_pretrained(saved, "float32", "cpu"), load_frozen_ends(saved, device="meta")
     assert ends.fingerprint == target.fingerprint()
     change(saved, lambda found: found.pop(OF_A_LAYER))
@@ -255,7 +243,7 @@ def test_fp8_has_one_fingerprint(saved: str) -> None:
 
 def test_ends_in_fp8(saved: str) -> None:
     """Catches an LM head whose FP8 values are taken for its weights, without their scale."""
-    quantise_to_fp8(saved)
+    fp8(Path(saved))
     change(saved, lambda found: found.update({HEAD: found[HEAD].to(torch.float8_e4m3fn)}))
     with pytest.raises(ValueError, match=f"{HEAD} is stored as F8_E4M3"):
         load_frozen_ends(saved)

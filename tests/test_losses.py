@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,10 @@ def test_cross_entropy_of_a_hand_worked_case() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 512])
 @pytest.mark.parametrize("change", [None, LogitChange(0.25, None), LogitChange(1.0, 0.8), LogitChange(3.0, 2.0)])
-def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, change: LogitChange | None) -> None:
-    """A chunk that is left out, a gradient with the wrong sign or scale; logits that are scaled or capped."""
-    lm_head = LMHead(torch.randn(97, 16) / 4, change)
+@pytest.mark.parametrize("biased", [False, True])
+def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, change: LogitChange | None, biased: bool) -> None:
+    """A chunk that is left out, a gradient with the wrong sign or scale; logits with a bias, a scale or a cap."""
+    lm_head = LMHead(torch.randn(97, 16) / 4, change, torch.randn(97) if biased else None)
     ours = torch.randn(20, 16, requires_grad=True)
     naive = ours.detach().clone().requires_grad_()
     target = torch.randn(20, 16)
@@ -174,6 +176,25 @@ def test_a_task_takes_the_loss_that_its_config_names(
     assert task.heads.sliced.out_features == 40
     found = task.losses(Pairs(predicted[None], target))["classification_loss"]
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_bias_of_some_tokens(own: bool, folder: Path, ends: FrozenEnds) -> None:
+    """Catches Phi's bias lost over loss_vocab, of the wrong tokens, or given to an LM head of the drafter's own."""
+    bias = torch.randn(tiny.VOCAB_SIZE)
+    task = eagle_task(folder, replace(ends, lm_head=LMHead(ends.lm_head.weight, None, bias)), noise="none")
+    task.heads.ids = torch.arange(3, 80, 2, dtype=torch.int32)
+    task.heads.own = [nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False)] if own else []
+    predicted = torch.randn(1, 9, tiny.HIDDEN_SIZE, requires_grad=True)
+    target, plain = torch.randn(9, tiny.HIDDEN_SIZE), predicted.detach().clone().requires_grad_()
+    found = task.heads.classification(Pairs(predicted, target))
+    whole = F.linear(target, ends.lm_head.weight, bias)[:, 3:80:2]
+    ours = task.heads.own[0](plain[0]) if own else F.linear(plain[0], ends.lm_head.weight, bias)
+    expected = -(whole.softmax(-1) * ours[:, 3:80:2].log_softmax(-1)).sum()
+    torch.testing.assert_close(found[0], expected)
+    for loss in (found.sum(), expected):
+        loss.backward()
+    torch.testing.assert_close(predicted.grad, plain.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_cross_entropy_equals_full_logits() -> None:

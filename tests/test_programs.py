@@ -94,6 +94,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", "./none", "--drafter", "lookahead"], NO_FOLDER),
         (["--target", TARGET, "--drafter", "lookahead", "prompts.file=none.jsonl"], "no prompt file"),
     ],
+    "eval.parity": [
+        (["--checkpoint", "./none", "--target", TARGET, "--engine", "ours"], "--checkpoint: there is no folder ./none"),
+        (["--checkpoint", "checkpoints/stdlib-eagle", "--target", "./none", "--engine", "ours"], NO_FOLDER),
+    ],
     "eval.seeds": [(["none"], "there is no none/report.json; measure first")],
     "eval.compare": [(["none", "none"], "there is no none/report.json; give the folders of two reports")],
     "eval.pages": [(["none"], "there is no none/measurements.jsonl; give the folder of a report")],
@@ -192,6 +196,7 @@ FOLDERS_WRITTEN = {
     "eval.batch_cost": ["out={}"],
     "eval.roofline": ["--shape", "llama-5m", "out={}"],
     "eval.lossless": ["--target", TARGET, "--drafter", "lookahead", "out={}"],
+    "eval.parity": ["--checkpoint", "checkpoints/stdlib-eagle", "--target", TARGET, "--engine", "ours", "out={}"],
     "data_prep.features": ["out={}"],
     "data_prep.split": ["prompts.jsonl", "--out", "{}"],
     "data_prep.stdlib_corpus": ["--out", "{}"],

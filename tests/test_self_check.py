@@ -17,7 +17,6 @@ from drafters.model import check, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
 from drafters.model.rows import CHAIN, Placed, Rope, Scope
-from drafters.model.runner import FusedRunner
 
 DTYPES = ["bfloat16", "float16", "float32"]
 DEEP = 16
@@ -162,7 +161,7 @@ def test_wrong_layers_are_refused(wrong: str, dtype: str, with_massive: bool, mo
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("wrong", ["windows left out", "positions", "a bystander is seen"])
+@pytest.mark.parametrize("wrong", ["windows left out", "positions", "another row's positions", "a bystander is seen"])
 def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a check of the engine "stock" that compares the model only with itself."""
     load(build("mistral-sliding", False), dtype, "stock")
@@ -171,6 +170,9 @@ def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypa
     elif wrong == "positions":
         right = Placed.positions
         monkeypatch.setattr(Placed, "positions", lambda self: 2 * right(self))
+    elif wrong == "another row's positions":
+        first = Placed.positions
+        monkeypatch.setattr(Placed, "positions", lambda self: first(self)[:1].expand_as(first(self)))
     else:
         monkeypatch.setattr(check, "_bystander", lambda count, device: CHAIN)
     with pytest.raises(ValueError, match="gives other features over a tree on engine 'stock' than over a text"):
@@ -185,14 +187,14 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
     model = build("deep", with_massive)
     made: list[Any] = []
 
-    def damaged(self: FusedRunner, layer: Any) -> Any:
+    def damaged(layer: Any) -> Any:
         made.append(FusedLayer(layer))
         if len(made) == 6:  # the sixth of the target's; those that the check rebuilds come later
             made[5].attention.out = Product(made[5].attention.out.weight.flip(0))
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(FusedRunner, "layer", damaged)
+        patch.setattr(target, "FusedLayer", damaged)
         with pytest.raises(ValueError, match=f"gives other features over a tree .*, in {dtype}"):
             load(copy.deepcopy(model), dtype)
     call = FusedAttention.__call__

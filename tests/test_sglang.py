@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_eagle3_layouts
 import torch
 from published import assert_equal
 from safetensors.torch import load_file, save_file
+from test_eagle3_layouts import FORMS
 from test_export import save_head, save_target
 
 from drafters import TargetModel
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleDrafter
+from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options, draft_ids
 from drafters.model.layers import default_layer
 
 ROOT = Path(__file__).parents[1]
@@ -26,9 +29,12 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"SGLang is not inst
 ENDS = ["model.embed_tokens.weight", "lm_head.weight"]
 
 
-def in_sglang(folder: Path, target: TargetModel, heads: Sequence[Path]) -> list[list[str]]:
-    """Each head loaded by SGLang, its features in ``out.safetensors`` beside it; of each, what it did not get."""
-    inputs = {name: torch.randn(9, target.hidden_size) for name in ("features", "embeddings")}
+def in_sglang(
+    folder: Path, target: TargetModel, heads: Sequence[Path], states: int = 1
+) -> list[tuple[list[str], list[int]]]:
+    """Each head loaded by SGLang, what it computes in ``out.safetensors`` beside it; of each, what it did not get, and
+    the target's states that it is given."""
+    inputs = {"features": torch.randn(9, states * target.hidden_size), "embeddings": torch.randn(9, target.hidden_size)}
     save_file(inputs, folder / "inputs.safetensors")
     cases = [
         {"folder": str(head), "target": target.name, "inputs": str(folder / "inputs.safetensors")}
@@ -45,8 +51,8 @@ def in_sglang(folder: Path, target: TargetModel, heads: Sequence[Path]) -> list[
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    left = [json.loads(line)["left"] for line in run.stdout.splitlines() if line.startswith('{"left"')]
-    return [[name for name in names if name not in ENDS] for names in left]
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"left"')]
+    return [([name for name in each["left"] if name not in ENDS], each["states"]) for each in told]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3"])
@@ -59,7 +65,7 @@ def test_its_class_loads_all_of_our_head_and_computes_our_features(family: str, 
     for name, options in (("plain", {}), ("biased", {"fc_bias": True})):
         folders.append(tmp_path / f"sglang-{name}")
         export(save_head(tmp_path / name, target, **layer, **options), "sglang", folders[-1])
-    for folder, left in zip(folders, in_sglang(tmp_path, target, folders), strict=True):
+    for folder, (left, _) in zip(folders, in_sglang(tmp_path, target, folders), strict=True):
         assert left == []
         config, weights = load_checkpoint(tmp_path / folder.name.removeprefix("sglang-"))
         ours = EagleDrafter.build_module(target.config, config["drafter"])
@@ -70,6 +76,37 @@ def test_its_class_loads_all_of_our_head_and_computes_our_features(family: str, 
         assert_equal(load_file(folder / "out.safetensors")["features"], features)
 
 
+EAGLE3 = {
+    "draft vocabulary": FORMS["sglang"],
+    "before fc": {"norm_before_fc": True},
+    "the target's LM head": {"own_lm_head": False, "taps": [0, 2, 5]},
+}
+
+
+def test_its_eagle3_class_reads_the_same_states_and_computes_what_our_head_does(tmp_path: Path) -> None:
+    """Catches states of the target one layer apart, a norm or feedback at another place, draft ids without offsets."""
+    target = test_eagle3_layouts.save_target(tmp_path / "target")
+    heads, folders = [], []
+    for number, options in enumerate(EAGLE3.values()):
+        heads.append(test_eagle3_layouts.save_head(tmp_path / f"head-{number}", target, **options))
+        folders.append(tmp_path / f"sglang-{number}")
+        export(heads[-1], "sglang", folders[-1])
+    for head, folder, (left, states) in zip(heads, folders, in_sglang(tmp_path, target, folders, 3), strict=True):
+        config, weights = load_checkpoint(head)
+        given: Any = Eagle3Options(**config["drafter"])
+        assert (left, states) == ([], given.taps)
+        ours: Any = Eagle3Drafter.build_module(target.config, config["drafter"])
+        ours.load_state_dict(weights)
+        inputs, found = load_file(tmp_path / "inputs.safetensors"), load_file(folder / "out.safetensors")
+        with torch.no_grad():
+            fed_back = ours(ours.fused(inputs["features"])[None], inputs["embeddings"][None], torch.arange(9)[None])[0]
+            assert_equal(found["features"], fed_back)
+            if given.own_lm_head:
+                assert_equal(found["logits"], ours.lm_head(ours.scored(fed_back)))
+        if given.draft_vocab_size is not None:
+            assert torch.equal(found["ids"], draft_ids(weights["d2t"], target.vocab_size))
+
+
 def test_what_it_swallows_is_what_our_check_refuses(tmp_path: Path) -> None:
     """Catches a check that lets pass what SGLang serves without a word: a tensor that is missing."""
     target = save_target(tmp_path / "target")
@@ -78,7 +115,7 @@ def test_what_it_swallows_is_what_our_check_refuses(tmp_path: Path) -> None:
     weights: dict[str, Any] = load_file(file)
     del weights["layers.0.mlp.down_proj.weight"], weights["fc.bias"]
     save_file(weights, file)
-    left = in_sglang(tmp_path, target, [tmp_path / "sglang"])[0]
+    left, _ = in_sglang(tmp_path, target, [tmp_path / "sglang"])[0]
     assert left == ["model.layers.0.mlp.down_proj.weight", "model.fc.bias"]
     with pytest.raises(ValueError, match=r"missing tensors: fc\.bias, layers\.0\.mlp\.down_proj\.weight"):
         check(tmp_path / "sglang", "sglang")

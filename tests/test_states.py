@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from drafters import TargetModel
 from drafters.common import states
 from drafters.methods import method_names
+from train.run.inputs import states_asked
 
 
 def test_names() -> None:
@@ -18,7 +20,7 @@ def test_names() -> None:
     assert states.state_name(13) == "output of layer 12 = hidden_states[13]"
     assert states.state_name(1) == "output of layer 0 = hidden_states[1]"
     assert states.state_name(0) == "output of the embeddings = hidden_states[0]"
-    assert states.state_names([2]) == {
+    assert states.named_states([2]) == {
         "features": "output of the final norm = hidden_states[-1]",
         "tap_2": "output of layer 1 = hidden_states[2]",
     }
@@ -124,3 +126,18 @@ def test_no_torch() -> None:
     """Catches an import that would make every mistyped key of a config wait for torch."""
     code = "import sys, drafters.common.states; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_keys_that_add_states() -> None:
+    """Catches advice that drops states of the store, or names a method whose default is not what the drafter reads."""
+    store: Any = SimpleNamespace(taps=[3])
+
+    def asked(drafter: str, taps: tuple[int, ...], layers: int = 36) -> str:
+        config: Any = SimpleNamespace(drafter=drafter, taps=taps)
+        return states_asked(config, store, layers)
+
+    assert asked("eagle3", (2, 18, 33)) == "'for=[eagle3]' 'exit_layers=[3]'"
+    assert asked("eagle3", (2, 18, 30)) == "'exit_layers=[2, 3, 18, 30]'"
+    assert asked("kangaroo", (2,)) == "'exit_layers=[2, 3]'"
+    assert asked("dflash", (1, 2), layers=4) == "'exit_layers=[1, 2, 3]'"  # too shallow for the default
+    assert asked("a_method_of_mine", (5,)) == "'exit_layers=[3, 5]'"

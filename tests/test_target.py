@@ -1,7 +1,9 @@
 """TargetModel: layer ranges, tree attention, rotary tables, fingerprints, frozen ends, and what it refuses."""
 
 import copy
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,29 @@ def test_padding_on_the_right_is_harmless() -> None:
     torch.testing.assert_close(padded[:1, :5], alone, atol=1e-5, rtol=1e-5)
 
 
+def test_two_threads_share_a_target() -> None:
+    """Catches a forward of the stock engine with another thread's layers (Kangaroo's halves) or taps."""
+    target, ids = TargetModel(tiny.build("llama"), engine="stock"), torch.tensor([prompt(6)])
+    whole, half = target.features(ids, taps=(2,)), target.shallow(ids, None, 2)
+    assert torch.equal(whole.taps[2], half)
+
+    def halves(_: int) -> bool:
+        return torch.equal(target.shallow(ids, None, 2), half)
+
+    def wholes(_: int) -> bool:
+        found = target.features(ids, taps=(2,))
+        return torch.equal(found.features, whole.features) and torch.equal(found.taps[2], half)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [pool.map(kind, range(25)) for kind in (halves, wholes) * 2]
+            assert all(all(part) for part in found)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_layer_ranges_make_the_whole(family: str) -> None:
     """Catches shallow rows written over each other and a resume that reads the wrong slots (Kangaroo)."""
@@ -57,7 +82,8 @@ def test_layer_ranges_make_the_whole(family: str) -> None:
     torch.testing.assert_close(hidden, expected.taps[2], atol=1e-4, rtol=1e-4)
     found = target.run(hidden, parts, start=2)
     torch.testing.assert_close(found.features, expected.features, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(parts.views(0, 13)[0], whole.views(0, 13)[0], atol=1e-4, rtol=1e-4)
+    for ours, expected in zip(parts.keys, whole.keys, strict=True):
+        torch.testing.assert_close(ours[:, :, :13], expected[:, :, :13], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

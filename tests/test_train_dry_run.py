@@ -212,6 +212,9 @@ def test_every_model_has_its_recipes() -> None:
     made = {each.out: each for each in (load_config(FeaturesConfig, file) for file in files)}
     for file in recipes.recipes():
         config = load_config(schema_of(file.parent.name), file)
+        if config.features == "online":
+            assert config.drafter == "eagle3" and config.taps == ()  # the target's depth decides
+            continue
         source = made[str(config.features)]
         assert (source.target, source.revision) == (config.target, config.revision)
         assert config.betas == (0.9, 0.95)

@@ -67,7 +67,10 @@ def test_an_lm_head_of_its_own(settings: dict[str, Any], target: TargetModel, pr
 
 def test_a_store_without_the_exit_layer_is_refused(settings: dict[str, Any]) -> None:
     """A KeyError in the first step instead of the fix; an exit layer that the target does not have."""
-    with pytest.raises(ValueError, match=r"no hidden states after layer 1, only taps \[2\].*exit_layers: \[1\]"):
+    lacking = (
+        r"lacks output of layer 0 = hidden_states\[1\] \(tap 1\); it has the taps \[2\].*'exit_layers=\[1, 2\]' out="
+    )
+    with pytest.raises(ValueError, match=lacking):
         tiny_run.train_here("kangaroo", {**settings, "exit_layer": 1})
-    with pytest.raises(ValueError, match="exit layer 4 must be below the 4 layers"):
+    with pytest.raises(ValueError, match="kangaroo reads tap 4, the state after 4 layers, and .* has 4 layers"):
         tiny_run.train_here("kangaroo", {**settings, "exit_layer": 4})

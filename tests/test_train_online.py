@@ -56,6 +56,7 @@ def store(target: Path, data: dict[str, Any], tmp_path_factory: pytest.TempPathF
         "dtype": "float32",
         "splits": {split: data[split] for split in ("train", "heldout")},
         "out": str(folder / "features"),
+        "for": ["eagle", "eagle3"],
         "exit_layers": [tiny_run.TAP],
         "max_length": data["max_length"],
         "limit": data["limit"],
@@ -92,6 +93,8 @@ def assert_same_figures(out: Path, reference: Path, tolerance: float = 5e-5) -> 
         ("eagle", {}),
         ("eagle", {"gradient_accumulation": 2, "noise": "code"}),
         ("eagle", {"start": "regression"}),
+        ("eagle3", {"tap_layers": [1, 2, 3]}),
+        ("eagle3", {"tap_layers": [1, 3]}),
         ("kangaroo", {"exit_layer": tiny_run.TAP}),
         ("kangaroo", {"exit_layer": tiny_run.TAP, "gradient_accumulation": 3}),
     ],
@@ -238,6 +241,20 @@ def test_features_that_are_not_finite_are_left_out(
     assert capsys.readouterr().err.count(f"NaN or infinite: dialogue {live.split.ids[poisoned]} (1 of 18 so far)") == 1
     with torch.no_grad():
         embed.weight[token] = before
+
+
+def test_a_store_for_another_method(target: Path, data: dict[str, Any], tmp_path: Path, store: Path) -> None:
+    """A KeyError in the first step, or advice that names a store without the missing state."""
+    bare = tmp_path / "bare"
+    tiny_run.write_stores(bare, TargetModel.from_pretrained(str(target), "float32"))
+    values = {**settings(target, tmp_path / "run", tap_layers=[1, 2, 3]), "features": str(bare)}
+    lacking = r"train lacks output of layer 0 = hidden_states\[1\] \(tap 1\); output of layer 2 .*it has the taps \[2\]"
+    with pytest.raises(ValueError, match=lacking) as refused:
+        open_inputs(tiny_run.read("eagle3", values))
+    assert "python -m data_prep.features --config F 'for=[eagle3]' 'exit_layers=[2]' out=NEW" in str(refused.value)
+    for where in ({"features": str(store)}, {"data": data, "features": "online"}):
+        with pytest.raises(ValueError, match=r"eagle3 reads tap 7, the state after 7 layers, and .* has 4 layers"):
+            open_inputs(tiny_run.read("eagle3", {**values, "tap_layers": [1, 7], **where}))
 
 
 def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def test_tau_is_that_of_the_exported_drafter(settings: dict[str, Any], features:
         drafter = load_drafter(str(out), target, **options)
         steps = [s for p in prompts for s in generate(target, drafter, [p], max_new_tokens=40).trace.steps]
         assert row[name] == pytest.approx(Trace(steps=steps).tau, rel=1e-12)
+        each = [generate(target, drafter, [p], max_new_tokens=40).trace.tau for p in prompts]
+        assert row[f"{name}_by_prompt"] == pytest.approx(sum(each) / 3) != row[name]
         kind = "tree" if "tree" in name else "chain"
         assert row[f"heldout_{kind}_ctar_1"] == pytest.approx(Trace(steps=steps).ctar(1))
         assert row[f"heldout_{kind}_alpha_0"] == pytest.approx(Trace(steps=steps).n_alpha(0))

@@ -62,7 +62,7 @@ class DFlashTask(Task):
                 f"{ends.lm_head.out_features:,} tokens; give an id below that, of a token that texts lack"
             )
         head: Any = self.module
-        self.layers_config, self.block_size = head.config, config.block_size
+        self.layers_config, self.block_size, self.slots = head.config, config.block_size, config.slots
         self.against_logits = config.target_weight > 0
         if head.lm_head is not None:
             self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
@@ -100,7 +100,7 @@ class DFlashTask(Task):
     def choose(self, batch: Batch, seed: int | None = None) -> Batch:
         """Anchors of each dialogue, drawn by ``seed`` and its number in the store, and the trained slots behind them;
         on held-out text they are spread evenly."""
-        slots, follows = self.config.slots, batch.shifted(batch.loss_mask, self.ahead)
+        slots, follows = self.slots, batch.shifted(batch.loss_mask, self.ahead)
         anchors, rows, places = [], [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         blocks = 0
         for span in batch.spans:
@@ -117,7 +117,7 @@ class DFlashTask(Task):
 
     def choose_most(self, batch: Batch) -> Batch:
         counts = [self.most_blocks(span.length) for span in batch.spans]
-        total = sum(counts) * self.config.slots
+        total = sum(counts) * self.slots
         anchors = [
             [n * span.length // count for n in range(count)] for span, count in zip(batch.spans, counts, strict=True)
         ]
@@ -139,7 +139,7 @@ class DFlashTask(Task):
 
     def describe(self, train: Source) -> str:
         """The anchors of an epoch, those with a whole block, and the share of answers' tokens that the blocks cover."""
-        slots, possible, whole, blocks, covered, answers = self.config.slots, 0, 0, 0, 0, 0
+        slots, possible, whole, blocks, covered, answers = self.slots, 0, 0, 0, 0, 0
         shortest, longest = math.inf, 0
         for index in range(min(len(train), DESCRIBED)):
             mask = train[index].loss_mask
@@ -243,7 +243,7 @@ class DFlashTask(Task):
 
     def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
         """Neighbouring ``tokens`` are drafted from neighbouring slots, so that all slots draft some."""
-        slots, wanted = self.config.slots, tokens.cpu()
+        slots, wanted = self.slots, tokens.cpu()
         slot = torch.arange(len(wanted)) % slots
         slot = torch.minimum(slot, wanted - 1)  # no anchor before the dialogue
         anchors, block = (wanted - 1 - slot).unique(return_inverse=True)
@@ -255,8 +255,8 @@ class DFlashTask(Task):
         """Also by slot, from 1 on: ``slot_k_top1`` and ``slot_k_expected_acceptance``, behind the text's own tokens."""
         (overlap,), (agree,) = self.heads.compare(pairs)
         found = {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
-        slot = batch.places % self.config.slots
-        for k in range(self.config.slots):
+        slot = batch.places % self.slots
+        for k in range(self.slots):
             found[f"slot_{k + 1}_top1"] = mean(agree[slot == k])
             found[f"slot_{k + 1}_expected_acceptance"] = mean(overlap[slot == k])
         return found

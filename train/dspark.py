@@ -58,7 +58,7 @@ class DSparkTask(DFlashTask):
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         head: Any = self.module
-        previous = self.tokens_at_anchors(batch, torch.arange(self.config.slots, device=states.device))  # [m, K]
+        previous = self.tokens_at_anchors(batch, torch.arange(self.slots, device=states.device))  # [m, K]
         latents = head.markov_head(previous, states).flatten(0, 1)
         found = {"latents": latents[batch.places][None]}
         if self.config.confidence_head:

@@ -49,7 +49,7 @@ class Eagle3Task(Task):
 
     schema = Eagle3Config
     config: Eagle3Config
-    ahead = 2
+    ahead: ClassVar[int] = 2
     drafts: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
         "tree": {"tree": "dynamic"},
@@ -68,8 +68,9 @@ class Eagle3Task(Task):
     def drafter_config(self) -> dict[str, Any]:
         config = self.config
         flags = ("own_lm_head", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        options = {"taps": list(config.taps), "layer": config.layer, "layers": config.layers}
-        return options | {name: getattr(config, name) for name in flags} | {"draft_vocab_size": config.draft_vocab}
+        options: dict[str, Any] = {"taps": list(config.taps), "layer": config.layer, "layers": config.layers}
+        options |= {"draft_vocab_size": config.draft_vocab, "trained_steps": config.ttt_steps}
+        return options | {name: getattr(config, name) for name in flags}
 
     @property
     def loss_tokens(self) -> int | None:

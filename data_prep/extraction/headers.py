@@ -14,6 +14,7 @@ from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import source_digest
 from data_prep.store.manifest import StoreManifest
 from drafters.common.provenance import git_commit, library_versions
+from drafters.common.states import named_states, taps_for
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
 from drafters.model.ends import load_frozen_ends
@@ -22,17 +23,23 @@ from drafters.model.layers import default_layer
 
 
 def make_headers(
-    config: FeatureKeys, chat: ChatTokenizer, dtype: str | None = None, store_dtype: str | None = None
+    config: FeatureKeys,
+    chat: ChatTokenizer,
+    dtype: str | None = None,
+    store_dtype: str | None = None,
+    heads: list[str] | None = None,
 ) -> dict[str, StoreManifest]:
     """One manifest without counts per split.
 
     Args:
         dtype: in which the target runs; default: as ``config.dtype`` says on this machine.
         store_dtype: of features on disk; default: the target's, or bfloat16 if ``config.dtype`` is auto.
+        heads: methods whose head must fit the target; default: the config's ``for``, else Kangaroo with exit layers and
+            EAGLE without.
 
     Raises:
-        ValueError: a missing file, one file given for two splits, an exit layer the target does not have, a
-            ``max_length`` above its context, or a tokenizer with more tokens than the target.
+        ValueError: a missing file, one file given for two splits, a layer that the target does not have, a target too
+            shallow for a method, a ``max_length`` above its context, or a tokenizer with more tokens than the target.
     """
     digests = {split: source_digest(source) for split, source in config.splits.items()}
     for (one, first), (other, second) in itertools.combinations(digests.items(), 2):
@@ -40,6 +47,8 @@ def make_headers(
             raise ValueError(f"splits {one!r} and {other!r} are the same data ({config.splits[one]}); give two files")
     model = load_config_only(config.target, config.revision)
     check_target(config, model, len(chat.tokenizer))
+    taps = taps_for(config.methods, model.num_hidden_layers, config.exit_layers)
+    check_heads(heads or config.methods or ["kangaroo" if config.exit_layers else "eagle"], model)
     fingerprint = load_frozen_ends(config.target, device="meta", revision=config.revision).fingerprint
     dtype = dtype or dtype_here(config)
     headers = {
@@ -50,7 +59,8 @@ def make_headers(
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
             target_dtype=dtype,
-            taps=config.exit_layers,
+            taps=taps,
+            states=named_states(taps),
             dtype=store_dtype or ("bfloat16" if config.dtype == "auto" else dtype),
             tokenizer_hash=tokenizer_hash(chat.tokenizer),
             template_hash=template_hash(chat.template),
@@ -71,7 +81,7 @@ def make_headers(
 
 
 def check_target(config: FeatureKeys, model: PretrainedConfig, tokens: int) -> None:
-    """Raise ValueError if the config, the tokenizer (of ``tokens`` entries) or our heads do not fit the target."""
+    """Raise ValueError if the config or the tokenizer (of ``tokens`` entries) does not fit the target."""
     layers, context = model.num_hidden_layers, getattr(model, "max_position_embeddings", None)
     wrong = [layer for layer in config.exit_layers if not 1 <= layer < layers]
     if wrong:
@@ -86,6 +96,13 @@ def check_target(config: FeatureKeys, model: PretrainedConfig, tokens: int) -> N
             f"the tokenizer of {config.target} has {tokens} tokens, the model {model.vocab_size}: one of them belongs "
             "to another model; put the right tokenizer beside the weights"
         )
-    with torch.device("meta"):  # raises for families without a head
-        KangarooAdapter(model) if config.exit_layers else EagleHead(model, layer=default_layer(model))
     resolve_device(config.device)
+
+
+def check_heads(methods: list[str], model: PretrainedConfig) -> None:
+    """Raise ValueError if a method's head is made of the target's own layers, and cannot be made of this family's."""
+    with torch.device("meta"):
+        if "kangaroo" in methods:
+            KangarooAdapter(model)
+        if "eagle" in methods:
+            EagleHead(model, layer=default_layer(model))

@@ -27,9 +27,11 @@ from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
 from data_prep.store.manifest import ANSWERS, MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
 from data_prep.store.reader import FeatureStore
+from data_prep.store.sizes import size_table
 from data_prep.store.writer import StoreWriter
 from drafters.cli.program import command
 from drafters.common.files import existing_folder
+from drafters.common.states import to_inputs
 from drafters.common.wording import size_text
 from drafters.model.files import load_config_only
 from drafters.model.target import TargetModel
@@ -56,17 +58,10 @@ def make_stores(config: FeaturesConfig, rank: Rank) -> None:
     own = config.model_copy(update={"dtype": target_dtype(config)})
     headers = make_headers(config, chat, own.dtype, config.store_dtype)
     target = functools.cache(lambda: load_target(config.target, own, rank, capture_only=True))
-    vllm = config.engine == "vllm"
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # the first rank prints for all
         say_dtype(config.target, config.dtype, own.dtype, rank)
-        if not vllm:
+        if lacks_answers(config, headers):
             config = with_own_answers(config, headers, target)
-        elif HELDOUT in headers and headers[HELDOUT].answers == "given" and config.heldout_answers == "own":
-            raise ValueError(
-                "heldout_answers is own, but with engine vllm this process does not load the target to write them: "
-                f"have a vLLM server answer {config.splits[HELDOUT]} (python -m data_prep.regenerate with endpoint, "
-                "docs/regeneration.md), give its output as splits.heldout and set heldout_answers=given"
-            )
         missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
         work = [encode(config, chat, split, headers[split]) for split in missing]
         if not work:
@@ -74,9 +69,46 @@ def make_stores(config: FeaturesConfig, rank: Rank) -> None:
         check_size(config, work)
 
     with contextlib.ExitStack() as stack:
-        served = functools.cache(lambda: stack.enter_context(start_vllm(config, work, rank)))
+        start = functools.cache(lambda: stack.enter_context(start_vllm(config, work, rank)))
+        served = start if config.engine == "vllm" else None
         for split in work:
-            report_written(split, rank, *write_store(target, split, config, rank, served if vllm else None))
+            report_written(split, rank, *write_store(target, split, config, rank, served))
+
+
+def dry_run(config: FeaturesConfig) -> None:
+    """Print the sizes of the stores that ``make_stores`` would write, without loading weights or writing a file.
+
+    Held-out answers that the target has yet to write are counted as the data file gives them.
+
+    Raises:
+        ValueError: as ``make_stores`` would raise before the target's pass, also if the disk is too small.
+    """
+    chat = load_tokenizer(config.target, config.revision, config.chat_template, start_date(config))
+    headers = make_headers(config, chat, target_dtype(config), config.store_dtype)
+    unanswered = [HELDOUT] if lacks_answers(config, headers) else []
+    work = []
+    for split, header in headers.items():
+        if split in unanswered:
+            count = min(config.heldout_dialogues, config.limit or config.heldout_dialogues)
+            print(f"{split}: sized by the file's answers, which the target's own will replace")
+            work.append(encode(config.model_copy(update={"limit": count}), chat, split, header))
+        elif not report_finished(Path(config.out) / split, header):
+            work.append(encode(config, chat, split, header))
+    if work:
+        check_size(config, work)
+
+
+def lacks_answers(config: FeaturesConfig, headers: dict[str, StoreManifest]) -> bool:
+    """True if the target has to write held-out answers first; raises ValueError if vLLM would have to."""
+    if HELDOUT not in headers or headers[HELDOUT].answers != "given" or config.heldout_answers == "given":
+        return False
+    if config.engine == "vllm":
+        raise ValueError(
+            "heldout_answers is own, but with engine vllm this process does not load the target to write them: "
+            f"have a vLLM server answer {config.splits[HELDOUT]} (python -m data_prep.regenerate with endpoint, "
+            "docs/regeneration.md), give its output as splits.heldout and set heldout_answers=given"
+        )
+    return True
 
 
 def begun(config: FeaturesConfig) -> list[StoreManifest]:
@@ -148,7 +180,7 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
 
 
 def check_size(config: FeaturesConfig, work: list[Work]) -> None:
-    """Raise ValueError if a dialogue has more than ``batch_tokens`` tokens, or the stores do not fit on the disk."""
+    """Print the sizes; raise ValueError if a dialogue exceeds ``batch_tokens`` or the stores exceed the disk."""
     longest = max(length for split in work for length in split.encoded.lengths)
     if longest > config.batch_tokens:
         raise ValueError(
@@ -156,8 +188,9 @@ def check_size(config: FeaturesConfig, work: list[Work]) -> None:
             f"batch_tokens={longest} or more, or max_length={max(config.batch_tokens, 2)} to cut dialogues there"
         )
     out = Path(config.out)
+    print(size_table(work[0].header, sum(split.encoded.tokens for split in work)))
     needed = 1.02 * sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
-    fix = "give an `out` on another disk, store_dtype int8, a `limit`, or fewer exit_layers"
+    fix = "give an `out` on another disk, store_dtype int8, a `limit`, or fewer methods or exit_layers"
     check_room(out, needed, f"out: {out}", fix)
     print(f"the features take {size_text(needed)}; {size_text(free_bytes(out))} are free at {existing_folder(out)}")
 
@@ -187,11 +220,11 @@ def write_store(
                     served().write(work.path, work.header, list(sizes), work.encoded, progress.update)
                     tokens.real = tokens.padded = size
                 else:
-                    _run_here(target(), work, writer, sizes, config.batch_tokens, tokens, progress)
+                    run_here(target(), work, writer, sizes, config.batch_tokens, tokens, progress)
         return writer.finish(counts.dropped, counts.changed), tokens
 
 
-def _run_here(
+def run_here(
     target: TargetModel,
     work: Work,
     writer: StoreWriter,
@@ -242,7 +275,7 @@ def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
         "dtype": work[0].header.target_dtype,
         "max_model_len": longest,
         "max_num_batched_tokens": config.batch_tokens,
-        "layers": [*config.exit_layers, model.num_hidden_layers],
+        "layers": to_inputs([*work[0].header.taps, model.num_hidden_layers]),
     }
     folder = Path(config.out) / f".vllm-{rank.index:05d}"
     print(f"starting vLLM, which takes a minute or more (its log: {folder / 'vllm.log'})")

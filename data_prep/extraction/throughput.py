@@ -52,7 +52,7 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
             result = measure(target, work, rounds, {"bare": lambda: bare_pass(target, work, config), "dump": dump})
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    result = {"config": config.model_dump(mode="json"), "split": split, **result}
+    result = {"config": config.model_dump(mode="json", by_alias=True), "split": split, **result}
     sides = [name for name in NAMES if f"{name}_seconds" in result]
     told = ", ".join(f"{NAMES[name]} {result[f'{name}_tokens_per_second']:,.0f}" for name in sides)
     print(

@@ -15,6 +15,7 @@ from data_prep.common.progress import Bar
 from data_prep.dialogues.encoding import tokenizer_hash
 from data_prep.store.manifest import ANSWERS, StoreManifest, read_manifest
 from data_prep.store.reader import FeatureStore, StoredDialogue, broken_shards, size_problem
+from drafters.common.states import named_states
 from drafters.model.files import load_bare_tokenizer
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
@@ -96,6 +97,7 @@ def facts_table(manifest: StoreManifest) -> Table:
         "shards": f"{len(manifest.shards):,}",
         "size": f"{manifest.size:,} bytes, {manifest.size / max(manifest.tokens, 1):,.1f} a token",
         "stored as": f"{manifest.dtype}, features and taps {manifest.taps or 'none'}, {manifest.hidden_size:,} wide",
+        "states": "; ".join(f"{tensor}: {name}" for tensor, name in named_states(manifest.taps).items()),
         "target": f"{manifest.target_name}, revision {manifest.target_revision or 'not given'}, ran in "
         f"{manifest.target_dtype}, vocabulary {manifest.vocab_size:,}, fingerprint {manifest.target_fingerprint}",
         "tokenizer": f"{manifest.tokenizer_hash}; template {manifest.template_hash}"

@@ -96,6 +96,7 @@ class StoreManifest(BaseModel):
     vocab_size: int = Field(ge=1)
     target_dtype: str  # in which the target ran
     taps: list[Count]
+    states: dict[str, str] = {}  # what each stored state is, by the name of its tensors; older stores have none
     dtype: str  # of features and taps on disk (int8 and float8: with a scale per token)
     tokenizer_hash: str
     template_hash: str  # of the template used
@@ -146,10 +147,14 @@ class StoreManifest(BaseModel):
         )
 
 
+def state_bytes(hidden_size: int, dtype: str) -> int:
+    """Bytes on disk of one state of a token, ``hidden_size`` wide."""
+    return hidden_size * STORED_BYTES[dtype] + (SCALE_BYTES if STORED_BYTES[dtype] == 1 else 0)
+
+
 def token_bytes(hidden_size: int, taps: int, dtype: str) -> int:
     """Bytes on disk of one token with its feature and ``taps`` other states, each ``hidden_size`` wide."""
-    state = hidden_size * STORED_BYTES[dtype] + (SCALE_BYTES if STORED_BYTES[dtype] == 1 else 0)
-    return ID_AND_MASK_BYTES + (1 + taps) * state
+    return ID_AND_MASK_BYTES + (1 + taps) * state_bytes(hidden_size, dtype)
 
 
 def shard_file(number: int) -> str:

@@ -4,8 +4,8 @@ A *tap* k is the hidden state after k decoder layers: ``hidden_states[k]`` of tr
 it is the output of layer k - 1 and the input of layer k. Tap 0 is the embeddings' output. All code here counts in taps.
 
     layer i means its INPUT, tap i:       EAGLE-3's aux layer ids: official code, vLLM, speculators (from_inputs)
-    layer i means its OUTPUT, tap i + 1:  DFlash's and DSpark's target_layer_ids: z-lab, DeepSpec, SpecForge
-                                          (from_outputs); -1 is the embeddings' output
+    layer i means its OUTPUT, tap i + 1:  the same ids in SGLang and SpecForge; DFlash's and DSpark's target_layer_ids:
+                                          z-lab, DeepSpec, SpecForge (from_outputs); -1 is the embeddings' output
 
 Imports no torch.
 """
@@ -21,7 +21,7 @@ def state_name(tap: int) -> str:
     return f"output of {'the embeddings' if tap == 0 else f'layer {tap - 1}'} = hidden_states[{tap}]"
 
 
-def state_names(taps: Iterable[int]) -> dict[str, str]:
+def named_states(taps: Iterable[int]) -> dict[str, str]:
     """Name the states of a store by their tensors: ``{"features": "output of the final norm = ...", "tap_2": ...}``."""
     return {"features": FEATURES} | {f"tap_{tap}": state_name(tap) for tap in taps}
 

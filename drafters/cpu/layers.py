@@ -123,7 +123,7 @@ class JoinedLayers:
             return hidden
         hidden, out = hidden.contiguous(), torch.empty_like(hidden)
         if cache is not None:
-            keys, values = cache.layer(index)
+            keys, values = cache.keys[index], cache.values[index]
             ends, step = cache.ends, keys.stride(0) * cache.batch
         else:  # every layer overwrites the keys and values of the layer before it
             sizes = self._native[0]
@@ -238,7 +238,7 @@ class HeadPass:
                 for other in others:
                     see[row * (before + rows) + other] = 1
         cos, sin = self._rope.table(end)
-        keys, values = cache.layer(0)
+        keys, values = cache.keys[0], cache.values[0]
         out = torch.empty(rows, features.shape[1], dtype=features.dtype)
         probabilities, places = (ctypes.c_float * (judged * ranks))(), (ctypes.c_int64 * (judged * ranks))()
         numbers = [(ctypes.c_int64 * rows)(*given) for given in (parents, tokens, positions)]

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-READERS = {"official": "the official code", "vllm": "vLLM", "sglang": "SGLang"}  # the programs that load heads
+# The programs that load heads.
+READERS = {
+    "official": "the official code",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "speculators": "speculators",
+    "llama.cpp": "llama.cpp",
+}
 ATTENTION = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo")
 MLP = {
     "layers.0.mlp.gate_proj.weight": "I H",

@@ -14,6 +14,7 @@ from drafters.common.paths import shown_name
 from drafters.common.wording import dtype_name, shortened
 from drafters.hub.checkpoint import FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
 from drafters.hub.declared import Layout
+from drafters.layouts import eagle3
 from drafters.layouts.config import CONFIG_FILE, LOADS_AS_IT_IS, made_from, read_config
 from drafters.layouts.released import (
     DTYPES,
@@ -63,21 +64,23 @@ def convert(
     path, weights = read_weights(folder, source)
     kind, notices = kind_of(weights), list[str]()
     _check_known(weights, kind, source, exit_layer)
+    if kind.name == eagle3.METHOD:
+        weights = eagle3.renamed(weights)
     there = weights.get(EMBEDDING)  # the target's is read only to be compared with it
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
-    layer = head_layer(config, ends.config, kind)
-    shape = layer_config(ends.config, layer)
-    _check_layer(config, ends, shape, kind.layout, source, target)
-    if (embedding := weights.pop(EMBEDDING, None)) is not None:
+    embedding = weights.pop(EMBEDDING, None)
+    if kind.name == eagle3.METHOD:
+        options, more = eagle3.read(config, weights, ends.config, source)
+        notices += more
+        weights = eagle3.own_weights(weights, options)
+    else:
+        options = _options(config, weights, kind, ends, source, target, notices)
+        if "exit_layer" in kind.options.model_fields:
+            options |= {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
+    _check_made_for(config, ends, source, target)
+    if embedding is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
-    if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(shape, "rms_norm_eps", eps)):
-        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the layer that it gets")
-    options: dict[str, Any] = {} if layer == "target" else {"layer": layer}
-    if kind.layout.bias:
-        options |= _bias(config, weights, kind.layout.bias, source, notices)
-    if "exit_layer" in kind.options.model_fields:
-        options |= {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
     load_state(kind.build_module(ends.config, options), weights, source)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -90,6 +93,25 @@ def convert(
     }
     save_checkpoint(out, weights, written, dtype=None)
     return notices
+
+
+def _options(
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    kind: type[LearnedDrafter],
+    ends: FrozenEnds,
+    source: str,
+    target: str,
+    notices: list[str],
+) -> dict[str, Any]:
+    """Options of a head of one layer of the target's kind; a bias of zeros is removed from ``weights``."""
+    layer = head_layer(config, ends.config, kind)
+    shape = layer_config(ends.config, layer)
+    _check_layer(config, shape, kind.layout, source, target)
+    if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(shape, "rms_norm_eps", eps)):
+        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the layer that it gets")
+    options: dict[str, Any] = {} if layer == "target" else {"layer": layer}
+    return options | (_bias(config, weights, kind.layout.bias, source, notices) if kind.layout.bias else {})
 
 
 def _folder(source: str, revision: str | None) -> Path:
@@ -106,18 +128,17 @@ def _check_known(
     weights: Mapping[str, Tensor], kind: type[LearnedDrafter], source: str, exit_layer: int | None
 ) -> None:
     """Raise ValueError if this toolkit has no such head, or an exit layer is given for one that has none."""
-    if 2 * len(kind.layout.names & weights.keys()) < len(kind.layout.names):
+    names = kind.layout.names
+    if kind.name != eagle3.METHOD and 2 * len(names & weights.keys()) < len(names):
         known = ", ".join(other.layout.noun for other in exportable())
-        what = "an EAGLE-3 head, which this toolkit does not have" if "d2t" in weights else "no head of a known kind"
-        raise ValueError(f"{source} is {what} (known: {known}): it holds {', '.join(sorted(weights)[:3]) or 'nothing'}")
+        held = ", ".join(sorted(weights)[:3]) or "nothing"
+        raise ValueError(f"{source} is no head of a known kind (known: {known}): it holds {held}")
     if exit_layer is not None and "exit_layer" not in kind.options.model_fields:
         noun = kind.layout.noun
         raise ValueError(f"--exit-layer is {exit_layer}, and {source} is {noun}, which has none; leave it out")
 
 
-def _check_layer(
-    config: Mapping[str, Any], ends: FrozenEnds, shape: PretrainedConfig, layout: Layout, source: str, target: str
-) -> None:
+def _check_layer(config: Mapping[str, Any], shape: PretrainedConfig, layout: Layout, source: str, target: str) -> None:
     """Raise ValueError unless the head is made of one layer of this ``shape``."""
     if (layers := config.get("num_hidden_layers", 1)) != 1:
         raise ValueError(f"{source}: num_hidden_layers is {shortened(layers)} in {CONFIG_FILE}, and a head has 1")
@@ -125,6 +146,10 @@ def _check_layer(
         config = {key: value for key, value in config.items() if not key.startswith("rope_")}
     if found := differences(config, shape, layout):
         raise ValueError(f"{source} is no head for {target}: {'; '.join(found)}. Give its own: --target MODEL")
+
+
+def _check_made_for(config: Mapping[str, Any], ends: FrozenEnds, source: str, target: str) -> None:
+    """Raise ValueError if an export of ours names another target."""
     made = made_from(config)
     if (known := made.get("target_fingerprint")) not in (None, ends.fingerprint):
         raise ValueError(

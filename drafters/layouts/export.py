@@ -14,23 +14,28 @@ from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
 from drafters.hub.declared import READERS
+from drafters.layouts import eagle3, eagle3_export
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
-from drafters.layouts.readme import HOT_TOKENS, Exported, readme, sglang, vllm
+from drafters.layouts.readme import HOT_TOKENS, Exported, Form, readme, sglang, vllm
 from drafters.layouts.released import (
     BIASED,
     PICKLED_FILE,
     PLAIN,
     SGLANG,
+    another_target,
     differences,
     exportable,
     head_layer,
+    in_one_dtype,
     kind_of,
     no_target,
     problems,
     read_weights,
+    weights_text,
     why_not,
 )
 from drafters.methods import drafter_class
+from drafters.methods.eagle3 import Eagle3Options
 from drafters.model.draft_head import DRAFT_IDS, check_ids, kept_ids
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only
@@ -65,12 +70,11 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     config, weights = load_head(checkpoint, adapter=adapter)
     trained, method, given = config["target"], config["drafter_type"], config["drafter"]
     kind = learned(method)
-    layout = kind.layout
     _refuse(checkpoint, to, _method_refused(to, kind, given))
     options: Any = validate(kind.options, given, source=f"{checkpoint}: options of drafter {method!r}")
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
-    _refuse(checkpoint, to, _layer_refused(to, kind, given, family))
+    _refuse(checkpoint, to, _unserved(to, kind, given, family))
     # Beside another target, a head loads and no draft is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
     if fingerprint != trained["fingerprint"]:
@@ -78,6 +82,26 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
             f"{checkpoint} was trained for {trained['name']!r} (fingerprint {trained['fingerprint']}), and {name} is "
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
         )
+    origin = _made_from(config, checkpoint, kind)
+    form_of = eagle3_export.form if method == eagle3.METHOD else _one_layer_form
+    form = form_of(checkpoint, to, options, family, weights, origin)
+    about = Exported(checkpoint, name, to, out, form.hot, method, form.readers)
+    text = readme(form.config, form.weights, about, kind.layout)
+    _write(out, form, text, kind.layout.pickled)
+    return form.notices
+
+
+def _one_layer_form(
+    checkpoint: str,
+    to: str,
+    options: Any,
+    family: "PretrainedConfig",
+    weights: dict[str, Tensor],
+    origin: dict[str, Any],
+) -> Form:
+    """The head of one layer of the target's kind, or of Llama's, in the form of ``to``."""
+    kind = learned(origin["drafter_type"])
+    layout, given = kind.layout, options.model_dump(exclude_defaults=True)
     if (ids := weights.pop(DRAFT_IDS, None)) is not None:
         check_ids(ids, family.vocab_size, checkpoint)
     kept_ids(ids, options, family.vocab_size, checkpoint)  # refuses what drafting would
@@ -87,10 +111,10 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     if bias and not weights[str(layout.bias)].any():
         weights.pop(str(layout.bias))
         bias = False
-    weights = _in_one_dtype(weights)
+    weights = in_one_dtype(weights)
     shape = layer_config(family, getattr(options, "layer", "target"))
     written = head_config(shape, to, bias, next(iter(weights.values())).dtype)
-    written |= {MADE_FROM: _made_from(config, checkpoint, kind)}
+    written |= {MADE_FROM: origin}
     _refuse(checkpoint, to, why_not(to, written, layout, bias))
     if to == "sglang":
         if layout.bias:
@@ -102,9 +126,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     same = ("sglang",) if to == "sglang" else ("official", "vllm")
     known = [one for one in same if one == to or not no_target(one, family.model_type)]
     readers = tuple(one for one in known if why_not(one, written, layout, bias) is None)
-    text = readme(written, weights, Exported(checkpoint, name, to, out, hot, method, readers), layout)
-    _write(out, written, weights, hot if to == "sglang" else None, text)
-    return _notices(to, hot, family.vocab_size, no_target(to, family.model_type))
+    return Form(written, weights, hot, readers, _notices(to, hot, family.vocab_size, no_target(to, family.model_type)))
 
 
 def check(folder: Path, to: str | None = None, target: str | None = None) -> str:
@@ -125,6 +147,8 @@ def check(folder: Path, to: str | None = None, target: str | None = None) -> str
     path, weights = read_weights(folder, source)
     kind = kind_of(weights)
     layout = kind.layout
+    if kind.name == eagle3.METHOD:
+        return eagle3_export.check(folder, config, weights, to, target)
     found = problems(config, weights, path.name == PICKLED_FILE) + _hot_problems(folder, config)
     if target is not None:
         found += _other_target(config, target, kind)
@@ -144,8 +168,7 @@ def check(folder: Path, to: str | None = None, target: str | None = None) -> str
     with_bias = f" with {layout.bias}" if bias and weights[str(layout.bias)].any() else ""
     return (
         f"{folder} is {layout.noun}{with_bias} for {' and '.join(READERS[one] for one in able)}, "
-        f"{sum(value.numel() for value in weights.values()):,} weights in "
-        f"{dtype_name(next(iter(weights.values())).dtype)}{for_target}"
+        f"{weights_text(weights)}{for_target}"
     )
 
 
@@ -181,8 +204,10 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
     """
     found, kind = {}, learned(method)
     for to in READERS:
-        found[to] = _method_refused(to, kind, options) or _layer_refused(to, kind, options, target)
-        if found[to] is None:
+        found[to] = _method_refused(to, kind, options) or _unserved(to, kind, options, target)
+        if found[to] is None and method == eagle3.METHOD:
+            found[to] = _no_target(to, kind, target)
+        elif found[to] is None:
             shape, bias = layer_config(target, options.get("layer", "target")), kind.layout.has_bias(options)
             written = head_config(shape, to, bias, torch.bfloat16)
             found[to] = why_not(to, written, kind.layout, bias) or no_target(to, target.model_type)
@@ -232,6 +257,20 @@ def _method_refused(to: str, kind: type["LearnedDrafter"], options: Mapping[str,
     return None
 
 
+def _unserved(
+    to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any], target: "PretrainedConfig"
+) -> str | None:
+    """Why ``to`` cannot serve a head with these options; None if it can."""
+    if kind.name == eagle3.METHOD:
+        return eagle3_export.why_not(to, validate(Eagle3Options, dict(options), source="drafter"), target)
+    return _layer_refused(to, kind, options, target)
+
+
+def _no_target(to: str, kind: type["LearnedDrafter"], target: "PretrainedConfig") -> str | None:
+    own = eagle3_export.no_target if kind.name == eagle3.METHOD else no_target
+    return own(to, target.model_type)
+
+
 def _layer_refused(
     to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any], target: "PretrainedConfig"
 ) -> str | None:
@@ -247,13 +286,6 @@ def _layer_refused(
     return f"its layer is that of {of}, and {READERS[to]} has those of {known}"
 
 
-def _in_one_dtype(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All in one dtype: a merged LoRA has matrices in float32 and norms in 16 bits, which become float32."""
-    dtypes = {value.dtype for value in weights.values()}
-    wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return {name: value.to(wide) for name, value in weights.items()}
-
-
 def _made_from(config: Mapping[str, Any], checkpoint: str, kind: type["LearnedDrafter"]) -> dict[str, Any]:
     target, options = config["target"], config["drafter"]
     found = {"drafter": shown_name(checkpoint), "drafter_type": config["drafter_type"]}
@@ -267,11 +299,8 @@ def _other_target(config: Mapping[str, Any], name: str, kind: type["LearnedDraft
     """What shows that a head is for another target than ``name``, in words."""
     theirs = load_config_only(name)
     found = differences(config, layer_config(theirs, head_layer(config, theirs, kind)), kind.layout)
-    known = made_from(config).get("target_fingerprint")
-    if not found and known is not None:
-        fingerprint = load_frozen_ends(name, device="meta").fingerprint
-        if fingerprint != known:
-            found.append(f"it is for another target (fingerprint {known}) than {name} (fingerprint {fingerprint})")
+    if not found and (another := another_target(config, name)):
+        found.append(another)
     return found
 
 
@@ -296,20 +325,20 @@ def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) 
     return found
 
 
-def _write(out: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], hot: Tensor | None, text: str) -> None:
+def _write(out: Path, form: Form, text: str, pickled: bool) -> None:
     there = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        if not kind_of(weights).layout.pickled:
-            save_tensors(weights, out / WEIGHTS_FILE, {"format": "pt"})
+        if not pickled:
+            save_tensors(form.weights, out / WEIGHTS_FILE, {"format": "pt"})
         else:  # the only name that the official code opens; plain tensors, which load with weights_only=True
             with replacing(out / PICKLED_FILE) as path:
-                torch.save({name: value.clone() for name, value in weights.items()}, path)
-        if hot is not None:
+                torch.save({name: value.clone() for name, value in form.weights.items()}, path)
+        if form.hot is not None:
             with replacing(out / HOT_TOKENS) as path:
-                torch.save(hot.tolist(), path)
+                torch.save(form.hot.tolist(), path)
         replace_text(out / "README.md", text)
-        replace_json(out / CONFIG_FILE, config)
+        replace_json(out / CONFIG_FILE, form.config)
     except BaseException:
         for file in out.iterdir():
             file.unlink()

@@ -30,6 +30,19 @@ class Exported(NamedTuple):
     readers: tuple[str, ...] = ()
 
 
+class Form(NamedTuple):
+    """A head in the form of a program: what is written, the programs that load it, and what the user has to know.
+
+    ``hot``: the draft vocabulary of SGLang's file; None if there is none.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    hot: Tensor | None
+    readers: tuple[str, ...]
+    notices: list[str]
+
+
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported, layout: Layout) -> str:
     """The text for a head with this ``config.json`` and these ``weights``."""
     made, count = config[MADE_FROM], sum(value.numel() for value in weights.values())
@@ -50,8 +63,37 @@ def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Expo
     official = f"## The official code\n\n```\n{layout.code}\n```\n\n{layout.note}".format(
         target=given.target, out=given.out, exit_layer=made.get("exit_layer")
     )
+    if "states" in made:
+        sections.append(_reads(made))
     how = {"vllm": vllm(given), "sglang": sglang(given), "official": official}
+    how |= {"speculators": _speculators(given), "llama.cpp": _llama_cpp(given)}
     return "\n\n".join([*sections, *(text for reader, text in how.items() if reader in given.readers)]) + "\n"
+
+
+def _reads(made: Mapping[str, Any]) -> str:
+    """What an EAGLE-3 head reads and feeds back."""
+    ids = "eagle_aux_hidden_state_layer_ids"
+    states = "\n".join(f"- {state}" for state in made["states"])
+    return (
+        f"## What it reads\n\nfc takes these states of the target, in this order:\n\n{states}\n\n"
+        f"`{ids}` in config.json counts {made[ids]}. The next step reads {made['fed_back']}."
+    )
+
+
+def _speculators(given: Exported) -> str:
+    return (
+        "## speculators\n\n```python\nfrom speculators import SpeculatorModel\n\n"
+        f'model = SpeculatorModel.from_pretrained("{given.out}")  # to train it further there\n```'
+    )
+
+
+def _llama_cpp(given: Exported) -> str:
+    lines = [
+        f"python convert_hf_to_gguf.py {given.target} --outfile target.gguf",
+        f"python convert_hf_to_gguf.py {given.out} --target-model-dir {given.target} --outfile draft.gguf",
+        f"llama-server -m target.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max {STEPS}",
+    ]
+    return "## llama.cpp\n\n```sh\n" + "\n".join(lines) + "\n```"
 
 
 def vllm(given: Exported) -> str:

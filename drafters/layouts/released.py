@@ -19,6 +19,8 @@ from drafters.hub.checkpoint import WEIGHTS_FILE
 from drafters.hub.declared import READERS, Layout
 from drafters.layouts.config import CONFIG_FILE, made_from, older_rope, rope, size, tensors
 from drafters.methods import drafter_class, method_names
+from drafters.methods.eagle3 import Eagle3Drafter
+from drafters.model.ends import load_frozen_ends
 from drafters.model.layers import ROPES, default_layer
 
 if TYPE_CHECKING:
@@ -83,7 +85,12 @@ def exportable() -> list[type["LearnedDrafter"]]:
 
 
 def kind_of(weights: Mapping[str, Tensor]) -> type["LearnedDrafter"]:
-    """The method that these tensors belong to: the one with the most of their names."""
+    """The method that these tensors belong to: the one with the most of their names.
+
+    EAGLE-3 heads, which have names of several forms, all have a norm of the feature.
+    """
+    if any(name.endswith("hidden_norm.weight") for name in weights):
+        return Eagle3Drafter
     return max(exportable(), key=lambda kind: len(kind.layout.names & weights.keys()))
 
 
@@ -191,9 +198,18 @@ def _config_problems(config: Mapping[str, Any], architecture: str, layout: Layou
         shown = bias if bias == "absent" else shortened(bias)
         found.append(f"bias is {shown}, and must be {str(wanted).lower()}: {why}")
     found += [f"{key} is true, and a head has none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    return found + rope_problems(config)
+
+
+def rope_problems(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the RoPE of a ``config.json``, in words: a missing number, or two readings.
+
+    Raises:
+        ValueError: values of other types.
+    """
     turning, older = rope(config), older_rope(config)
-    wanted_keys = [key for key in ROPES.get(turning["rope_type"], ()) if key not in _ROPE_DEFAULTS]
-    if absent := [key for key in wanted_keys if turning.get(key) is None]:
+    found, wanted = [], [key for key in ROPES.get(turning["rope_type"], ()) if key not in _ROPE_DEFAULTS]
+    if absent := [key for key in wanted if turning.get(key) is None]:
         found.append(f"RoPE of type {turning['rope_type']} has no {', '.join(absent)}")
     for key in sorted(turning.keys() | older.keys()):
         if turning.get(key) != older.get(key):
@@ -203,3 +219,26 @@ def _config_problems(config: Mapping[str, Any], architecture: str, layout: Layou
                 "the top for rope_theta and rope_scaling"
             )
     return found
+
+
+def another_target(config: Mapping[str, Any], name: str) -> str | None:
+    """What an export of ours says if it was made for another target than ``name``."""
+    if (known := made_from(config).get("target_fingerprint")) is None:
+        return None
+    fingerprint = load_frozen_ends(name, device="meta").fingerprint
+    if fingerprint == known:
+        return None
+    return f"it is for another target (fingerprint {known}) than {name} (fingerprint {fingerprint})"
+
+
+def in_one_dtype(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All in one dtype: a merged LoRA has matrices in float32 and norms in 16 bits, which become float32."""
+    dtypes = {value.dtype for value in weights.values() if value.is_floating_point()}
+    wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return {name: value.to(wide) if value.is_floating_point() else value for name, value in weights.items()}
+
+
+def weights_text(weights: Mapping[str, Tensor]) -> str:
+    """Number and dtype of the weights, in words."""
+    kept = [value for value in weights.values() if value.is_floating_point()]
+    return f"{sum(value.numel() for value in kept):,} weights in {dtype_name(kept[0].dtype)}"

@@ -6,21 +6,24 @@ through the head's own norm and LM head, and is the feature of the next step (pa
 norms each state before ``fc``, and feeds back the output after the norm. Drafting is EAGLE's: a chain, or a tree.
 """
 
+import warnings
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.config import DraftLayer, Layers, Vocabulary
-from drafters.hub.declared import Layout
+from drafters.config import Config, DraftLayer, DraftSize, Layers, Vocabulary, Width
+from drafters.hub.declared import READERS, Layout
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import EagleDrafter, TreeOptions
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHead, quantize_layers
-from drafters.model.layers import LayerKind, layer_kind, made, own_rope
-from drafters.model.runner import Part, identity, model_time
+from drafters.model.layers import LayerKind, layer_kind, made
+from drafters.model.runner import Part, Rotary, identity, model_time
 from drafters.model.target import FeatureOutput, TargetModel
 
 D2T = "d2t"  # int64 [N]: the target's id of draft token i is i + d2t[i], as engines store it
@@ -68,7 +71,7 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, target_config: PretrainedConfig, options: "Eagle3Options") -> None:
         super().__init__()
-        kind = layer_kind(target_config, options.layer)
+        kind = head_kind(target_config, options)
         config: Any = kind.config
         wide, count = config.hidden_size, len(options.taps)
         _check(options, target_config)
@@ -135,6 +138,17 @@ class Eagle3Head(nn.Module):
         return predicted if self.norm_output else self.norm(predicted)
 
 
+class Eagle3Shape(Config):
+    """Values of the decoder layers' configuration, by the names of transformers; null: the target's."""
+
+    intermediate_size: Width | None = Field(default=None, ge=1)
+    num_attention_heads: Width | None = Field(default=None, ge=1)
+    num_key_value_heads: Width | None = Field(default=None, ge=1)
+    head_dim: Width | None = Field(default=None, ge=1)
+    rms_norm_eps: float | None = Field(default=None, gt=0)
+    rope_parameters: dict[str, Any] | None = None
+
+
 class Eagle3Options(TreeOptions):
     """Options of the EAGLE-3 drafter; the keys from ``taps`` on describe the head.
 
@@ -147,6 +161,8 @@ class Eagle3Options(TreeOptions):
     ``norm_before_residual``: the first layer's residual is the feature after its norm, not before it.
     ``norm_before_fc``: one norm over all states before fc. ``fc_norm`` (EAGLE-3.1): a norm for each state before fc.
     ``norm_output`` (EAGLE-3.1): the output after the final norm is fed back; the LM head reads it as it is.
+    ``trained_steps``: steps of its training-time test, as the training records them.
+    ``shape``: heads, MLP and RoPE of its layers where a released head has others than the target.
     """
 
     draft_dtype: Literal["int8"] | None = None
@@ -159,6 +175,16 @@ class Eagle3Options(TreeOptions):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    trained_steps: DraftSize | None = Field(default=None, ge=1)
+    shape: Eagle3Shape = Eagle3Shape()
+
+
+def head_kind(target: PretrainedConfig, options: Eagle3Options) -> LayerKind:
+    """Return the classes and the configuration of the head's decoder layers."""
+    kind = layer_kind(target, options.layer)
+    for name, value in options.shape.model_dump(exclude_none=True).items():
+        setattr(kind.config, name, value)
+    return replace(kind, eps=cast(Any, kind.config).rms_norm_eps)
 
 
 def _check(options: Eagle3Options, target: PretrainedConfig) -> None:
@@ -187,12 +213,25 @@ class Eagle3Drafter(EagleDrafter):
     name = "eagle3"
     options = Eagle3Options
     card_title = "EAGLE-3 head ([EAGLE-3](https://arxiv.org/abs/2503.01840))"
-    layout = Layout()
+    layout = Layout(
+        "an EAGLE-3 head",
+        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=True)",
+        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
+        readers=tuple(READERS),
+    )
     recipe = None
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Eagle3Options) -> None:
         super().__init__(target, module, options)
         self.taps = tuple(options.taps)
+        trained = options.trained_steps
+        if trained is not None and options.depth is not None and options.depth > trained:
+            warnings.warn(
+                f"depth is {options.depth}, and the head was trained on {trained} steps: later ones are accepted less "
+                f"often; compare with depth={trained}",
+                stacklevel=2,
+            )
+        self._layer = cast(Any, module).config
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -203,13 +242,12 @@ class Eagle3Drafter(EagleDrafter):
 
     def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
         head = cast(Eagle3Head, self.module)
-        ids = draft_ids(head, self.target.vocab_size)
+        ids = draft_ids(getattr(head, D2T, None), self.target.vocab_size)
         return DraftHead(self.target, ids, options.draft_dtype, own or head.lm_head)
 
     def _make_head(self, options: Any) -> Part:
         target, head = self.target, cast(Any, self.module)
         runner = target.runner
-        self._fc = runner.linear(head.fc)
         norm = runner.norm(head.norm)
         if not head.norm_output:
             self.lm_head.enter = norm
@@ -218,9 +256,10 @@ class Eagle3Drafter(EagleDrafter):
             return torch.cat([target.embed(tokens), features], dim=-1)
 
         leave = norm if head.norm_output else identity
-        part = runner.part(head.layers, enter, leave, own_rope(head, target.config))
+        rotary = Rotary(LlamaRotaryEmbedding(head.config), head.config)
+        part = runner.part(head.layers, enter, leave, rotary)
         if options.draft_dtype is not None:
-            quantize_layers(part, options.draft_dtype, self._fc)
+            quantize_layers(part, options.draft_dtype)
         return part
 
     def true_features(self, output: FeatureOutput) -> Tensor:
@@ -232,13 +271,13 @@ class Eagle3Drafter(EagleDrafter):
         return super()._read(features, following, state)
 
 
-def draft_ids(head: Eagle3Head, vocab_size: int) -> Tensor | None:
-    """Return the target's ids ``[N]`` of the head's draft tokens; None: it drafts with all.
+def draft_ids(offsets: Tensor | None, vocab_size: int) -> Tensor | None:
+    """Return the target's ids ``[N]`` of draft tokens with these d2t ``offsets [N]``; None: it drafts with all.
 
     Raises:
         ValueError: d2t is not increasing, or points outside of the vocabulary.
     """
-    if (offsets := getattr(head, D2T, None)) is None:
+    if offsets is None:
         return None
     ids = offsets + torch.arange(len(offsets), device=offsets.device)
     if bool((ids.diff() <= 0).any()):

@@ -11,18 +11,16 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from drafters.common.wording import size_text
-from drafters.model.files import collect_memory, free_memory
+from drafters.model.files import free_memory
 
 SMALL = 1 << 26  # bytes up to which free memory is not checked
 Shape = tuple[int, int, int]  # of a layer: key heads, the width of a key, the width of a value
-Views = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # each layer's keys, and its values
 
 
 @dataclass(eq=False)
@@ -37,29 +35,27 @@ class Storage:
         """Rows of each batch row."""
         return self.keys.shape[3]
 
-    def at(self, slots: Tensor, seen: int) -> "StorageRows":
-        """These rows as attention uses them: new ones go to ``slots [B, R]``, the first ``seen`` are read."""
-        return StorageRows(self, slots[:, None, :, None], seen)
-
 
 @dataclass
 class StorageRows:
-    """What the attention layers of a captured forward use as their cache."""
+    """What the attention layers of a captured forward use as their cache: new rows go to ``slots [B, R]``, the first
+    ``seen`` rows are read."""
 
     storage: Storage
-    index: Tensor
+    slots: Tensor
     seen: int
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write ``[B, kv_heads, R, head_dim]`` to the slots; returns the first ``seen`` rows."""
-        index, all_keys, all_values = self.index.expand_as(keys), self.storage.keys[layer], self.storage.values[layer]
+        index = self.slots[:, None, :, None].expand_as(keys)
+        all_keys, all_values = self.storage.keys[layer], self.storage.values[layer]
         all_keys.scatter_(2, index, keys)
         all_values.scatter_(2, index, values)
         return all_keys[:, :, : self.seen], all_values[:, :, : self.seen]
 
 
 class KVCache:
-    """Keys and values of some layers, ``[batch, kv_heads, capacity, width]`` of each.
+    """Keys and values of some layers.
 
     ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the
     number of accepted tokens on the host anyway, once a step.
@@ -69,8 +65,13 @@ class KVCache:
         storage: what to use, zeroed; None makes it.
 
     Attributes:
+        keys, values: each layer's ``[batch, kv_heads, capacity, width]``; of one device's layers of one shape, the
+            next layer's lie behind them.
         storage: what captured forwards are bound to; None for a cache that is not made for them.
         ends: ``[batch]`` on the host, slots of each batch row in use with those that ``at`` gave to new rows.
+
+    Raises:
+        ValueError: less memory than it needs.
     """
 
     def __init__(
@@ -82,130 +83,57 @@ class KVCache:
         device: torch.device | str | list[torch.device],
         storage: Storage | None = None,
     ) -> None:
-        self.storage = storage
-        each = device if isinstance(device, list) else [torch.device(device)] * len(shapes)
-        runs = [(kind, len(list(run))) for kind, run in itertools.groupby(zip(shapes, each, strict=True))]
-        # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
+        devices = device if isinstance(device, list) else [torch.device(device)] * len(shapes)
+        needed = cache_bytes(shapes, batch, capacity, dtype)
+        if storage is None and needed > SMALL and needed > (free := sum(map(free_memory, set(devices)))):
+            raise ValueError(
+                f"a cache of {batch} x {capacity} rows of {len(shapes)} layers needs {size_text(needed)} and "
+                f"{', '.join(map(str, set(devices)))} has {size_text(free)} free: lower max_new_tokens, shorten the "
+                "prompts, or decode fewer at once"
+            )
+        self.storage, self.batch, self.capacity = storage, batch, capacity
+        # The layers of one shape and device are one tensor, so that ``commit`` moves the rows of all of them at once.
         if storage is None:
+            runs = [(kind, len(list(run))) for kind, run in itertools.groupby(zip(shapes, devices, strict=True))]
+            # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
             self._parts = [
                 tuple(torch.zeros(n, batch, heads, capacity, width, dtype=dtype, device=at) for width in widths)
                 for ((heads, *widths), at), n in runs
             ]
         else:
             self._parts = [(storage.keys, storage.values)]
-        self.batch, self.capacity = batch, capacity
+        self.keys: list[Tensor] = [layer for keys, _ in self._parts for layer in keys]
+        self.values: list[Tensor] = [layer for _, values in self._parts for layer in values]
         self.lengths = [0] * batch
         self.ends = torch.zeros(batch, dtype=torch.long)
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
-        # Each layer's: the slots of the new rows, and of the rows up to them.
-        self._new: Views = ((), ())
-        self._seen: Views = ((), ())
-        # Where batch rows differ in length: all slots as one list of rows, and each new row's number in it.
-        self._all: Views = ((), ())
-        self._slots: tuple[Tensor, ...] | None = None
-
-    @classmethod
-    def for_config(
-        cls,
-        config: PretrainedConfig,
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str | list[torch.device],
-        layers: int | None = None,
-        storage: Storage | None = None,
-    ) -> "KVCache":
-        """A cache of the shape that ``config``'s attention layers write; raises as ``of``."""
-        return cls.of(config_shapes(config, layers), batch, capacity, dtype, device, storage)
-
-    @classmethod
-    def of(
-        cls,
-        shapes: list[Shape],
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str | list[torch.device],
-        storage: Storage | None = None,
-    ) -> "KVCache":
-        """A cache for layers of these shapes.
-
-        Raises:
-            ValueError: less memory than it needs.
-        """
-        needed = shape_bytes(shapes, batch, capacity, dtype)
-        if storage is None and needed > SMALL:
-            places = set(device) if isinstance(device, list) else {torch.device(device)}
-            if needed > (free := sum(map(free_memory, places))):
-                raise ValueError(
-                    f"a cache of {batch} x {capacity} rows of {len(shapes)} layers needs {size_text(needed)} and "
-                    f"{', '.join(map(str, places))} has {size_text(free)} free: lower max_new_tokens, shorten the "
-                    "prompts, or decode fewer at once"
-                )
-        return cls(shapes, batch, capacity, dtype, device, storage)
 
     def at(self, rows: int, offset: int = 0) -> "KVCache":
         """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""
         starts = [length + offset for length in self.lengths]
-        end = max(starts) + rows
+        self._end = max(starts) + rows
+        assert self._end <= self.capacity, f"cache of {self.capacity} rows asked for {self._end}"
         self.ends = torch.tensor([start + rows for start in starts])
-        assert end <= self.capacity, f"cache of {self.capacity} rows asked for {end}"
-        self._starts, self._end = starts, end
-        self._seen = self._new = ((), ())  # made when they are wanted
+        self._rows = rows
+        self._index: Tensor | None = None
+        if starts.count(starts[0]) < len(starts):  # batch row and slot of each new row
+            slots = torch.tensor(starts)[:, None] + torch.arange(rows)
+            self._index = torch.stack([torch.arange(self.batch)[:, None].expand(-1, rows), slots])  # [2, B, R]
         return self
-
-    def _place(self) -> None:
-        """Make the views of where the new rows go."""
-        starts, end = self._starts, self._end
-        if starts.count(starts[0]) == len(starts):
-            self._new, self._slots = self.views(starts[0], end), None
-        else:
-            slots = torch.tensor(starts)[:, None] + torch.arange(end - max(starts))
-            spread: list[Tensor] = []
-            for keys, _ in self._parts:
-                heads = keys.shape[2]
-                bands = torch.arange(self.batch * heads).view(self.batch, heads, 1)  # a batch row's slots of one head
-                spread += [(bands * self.capacity + slots[:, None]).flatten().to(keys.device)] * len(keys)
-            self._slots = tuple(spread)
-            self._new = self.views(0, self.capacity)
-            every_key, every_value = (tuple(x.view(-1, max(x.shape[-1], 1)) for x in each) for each in self._new)
-            self._all = every_key, every_value
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return all up to the last row."""
-        if not self._new[0]:
-            self._place()
-        if self._slots is None:
-            self._new[0][layer_idx].copy_(key_states)
-            self._new[1][layer_idx].copy_(value_states)
-        else:
-            # Not scatter_: in bf16 on a CPU that takes a hundred times as long, for it copies the whole cache.
-            index = self._slots[layer_idx]
-            for every, states in zip(self._all, (key_states, value_states), strict=True):
-                every[layer_idx].index_copy_(0, index, states.reshape(-1, states.shape[-1]))
-        return self.seen(layer_idx)
-
-    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values up to the last of the rows that ``at`` gave slots to."""
-        if not self._seen[0]:  # views of all layers at once: slicing in every layer would cost microseconds each time
-            self._seen = self.views(0, self._end)
-        return self._seen[0][layer], self._seen[1][layer]
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values ``[B, kv_heads, capacity, head_dim]``; the next layer's lie behind them."""
-        ((keys, values),) = self._parts  # on one device
-        return keys[layer], values[layer]
-
-    def views(self, first: int, end: int) -> Views:
-        """Each layer's keys and values ``[B, kv_heads, end - first, head_dim]`` of some slots."""
-        keys: tuple[Tensor, ...] = ()
-        values: tuple[Tensor, ...] = ()
-        for some_keys, some_values in self._parts:
-            keys += some_keys[..., first:end, :].unbind(0)
-            values += some_values[..., first:end, :].unbind(0)
-        return keys, values
+        """What an attention layer calls: write ``[B, kv_heads, rows, width]``, return all up to the last row."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if self._index is None:
+            keys[:, :, self._end - self._rows : self._end] = key_states
+            values[:, :, self._end - self._rows : self._end] = value_states
+        else:  # not scatter_: in bf16 on a CPU that takes a hundred times as long, for it copies the whole cache
+            self._index = self._index.to(keys.device)
+            keys.transpose(1, 2)[tuple(self._index)] = key_states.transpose(1, 2)
+            values.transpose(1, 2)[tuple(self._index)] = value_states.transpose(1, 2)
+        return keys[:, :, : self._end], values[:, :, : self._end]
 
     def commit(self, rows: list[list[int]]) -> None:
         """Keep, for batch row ``b``, the rows ``rows[b]`` counted from its length (ascending), and forget the rest."""
@@ -246,8 +174,7 @@ class KVCache:
 
     def release(self) -> None:
         """Give up the memory, so that the next cache can have it; this cache cannot be used any more."""
-        self._parts, self._slots, self.storage = [], None, None
-        self._new = self._seen = self._all = ((), ())
+        self._parts, self.keys, self.values, self.storage = [], [], [], None
         self._returned()
 
     @classmethod
@@ -261,22 +188,13 @@ class CachePool:
 
     Args:
         spare: rows that each has beyond those asked for.
-        forget: called with free ones that are given up when memory is short, so that no other reference to them stays.
     """
 
-    def __init__(self, spare: int, forget: Callable[[list[Storage]], object] = lambda storages: None) -> None:
-        self._spare, self._forget = spare, forget
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
         self._free: dict[tuple[int, tuple[Shape, ...]], list[Storage]] = {}  # by batch and shapes
 
-    def take(
-        self,
-        config: PretrainedConfig,
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layers: int | None = None,
-    ) -> KVCache:
+    def take(self, shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """An empty cache of at least ``capacity`` rows and the spare ones, a power of two.
 
         The smallest free one that is large enough, since all that was captured with it is there again.
@@ -285,42 +203,29 @@ class CachePool:
             ValueError: less memory than it needs.
         """
         capacity = 1 << max(capacity + self._spare - 1, 511).bit_length()
-        free = self._free.setdefault((batch, tuple(config_shapes(config, layers))), [])
+        free = self._free.setdefault((batch, tuple(shapes)), [])
         fitting = [one for one in reversed(free) if one.capacity >= capacity]  # what was used last comes first
         storage = min(fitting, key=lambda one: one.capacity, default=None)
-        if storage is not None:
-            free.remove(storage)
+        if storage is None:
+            with torch.inference_mode(False):
+                storage = Storage(*KVCache(shapes, batch, capacity, dtype, device)._parts[0])
         else:
-            storage = self._made(config, batch, capacity, dtype, device, layers)
-        storage.keys.zero_(), storage.values.zero_()
-        cache = KVCache.for_config(config, batch, storage.capacity, dtype, device, layers, storage)
+            free.remove(storage)
+            storage.keys.zero_(), storage.values.zero_()
+        cache = KVCache(shapes, batch, storage.capacity, dtype, device, storage)
         returned = weakref.finalize(cache, free.append, storage)
         returned.atexit = False
         cache._returned = returned
         return cache
 
-    def _made(self, *shape: Any) -> Storage:
-        """Allocate a storage; if memory is short, give up the free ones first."""
-        with torch.inference_mode(False):
-            try:
-                return Storage(*KVCache.for_config(*shape)._parts[0])
-            except (ValueError, torch.OutOfMemoryError):
-                gc.collect()  # unreachable caches: their storages become free
-                if not any(self._free.values()):
-                    raise
-            for free in self._free.values():
-                given, free[:] = free[:], []
-                self._forget(given)
-            del given
-            collect_memory()
-            return Storage(*KVCache.for_config(*shape)._parts[0])
-
-
-def cache_bytes(
-    config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, layers: int | None = None
-) -> int:
-    """Bytes of a cache of ``capacity`` rows of each batch row, of all layers or of ``layers``."""
-    return shape_bytes(config_shapes(config, layers), batch, capacity, dtype)
+    def give_up(self) -> list[Storage]:
+        """Hand over all free storages, so that their memory can be freed."""
+        gc.collect()  # storages of unreachable caches become free
+        given = []
+        for free in self._free.values():
+            given += free
+            free.clear()
+        return given
 
 
 def config_shapes(config: PretrainedConfig, layers: int | None = None) -> list[Shape]:
@@ -329,8 +234,8 @@ def config_shapes(config: PretrainedConfig, layers: int | None = None) -> list[S
     return [(kv_heads, head_dim, head_dim)] * (layers or config.num_hidden_layers)
 
 
-def shape_bytes(shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype) -> int:
-    """Bytes of a cache for layers of these shapes."""
+def cache_bytes(shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype) -> int:
+    """Bytes of a cache of ``capacity`` rows of each batch row."""
     return sum(heads * (keys + values) for heads, keys, values in shapes) * batch * capacity * dtype.itemsize
 
 

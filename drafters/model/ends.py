@@ -16,11 +16,13 @@ from drafters.model.weights import NORM, Weights, open_weights, stored_tensors
 
 
 class LMHead(nn.Linear):
-    """Features -> logits, with the scale or cap that the target gives them (``change``)."""
+    """Features -> logits, with the bias ``[V]``, the scale or the cap (``change``) that the target has."""
 
-    def __init__(self, weight: Tensor, change: LogitChange | None = None) -> None:
+    def __init__(self, weight: Tensor, change: LogitChange | None = None, bias: Tensor | None = None) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
         self.change = change
 
     @property
@@ -79,9 +81,10 @@ def load_frozen_ends(
     fingerprint, (embedding_name, head_name) = weights.fingerprint(), weights.ends
     missing = [key for key in dict.fromkeys((embedding_name, head_name)) if key not in weights.stored]
     if missing or fingerprint is None:
-        raise ValueError(f"{name}: no tensors named {missing or ['*.attention.*']} in its safetensors files")
-    if (bias := head_name.replace(".weight", ".bias")) in weights.stored:
-        raise ValueError(f"{name}: its LM head has a bias ({bias}), for which nothing is trained here")
+        packed = next((key for key in weights.stored if key.startswith(head_name.removesuffix("weight"))), None)
+        also = f" (but {packed}: no head is trained for a quantised LM head)" if packed and head_name in missing else ""
+        raise ValueError(f"{name}: no tensors named {missing or ['*.attention.*']} in its safetensors files{also}")
+    bias_name = f"{head_name.removesuffix('weight')}bias"
 
     def read(key: str) -> Tensor:
         if str(device) == "meta":
@@ -92,7 +95,8 @@ def load_frozen_ends(
     kind = resolve_dtype(dtype)
     embedding = nn.Embedding.from_pretrained(read(embedding_name).to(device, kind), freeze=True)
     weight = embedding.weight if head_name == embedding_name else read(head_name).to(device, kind)
-    return FrozenEnds(embedding, LMHead(weight, logit_change(meta_model(config))), config, fingerprint)
+    bias = read(bias_name).to(device, kind) if bias_name in weights.stored else None
+    return FrozenEnds(embedding, LMHead(weight, logit_change(meta_model(config)), bias), config, fingerprint)
 
 
 def load_norm(

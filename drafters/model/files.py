@@ -1,10 +1,11 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
+import contextlib
 import copy
 import gc
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -12,14 +13,16 @@ from typing import Any, get_args
 import psutil
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from drafters.common.paths import check_loadable
 from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import Dtype, StoredDtype
 from drafters.hub.client import look_up
+from drafters.model.text_lm import with_causal_lm
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -73,10 +76,10 @@ def fingerprinted(config: PretrainedConfig, names: Collection[str]) -> tuple[str
     Raises:
         LookupError: there is none.
     """
-    last = f".{config.num_hidden_layers - 1}."
-    llama = "model.norm.weight", f"model.layers{last}self_attn.o_proj.weight"
-    if set(llama) <= set(names):
-        return llama
+    last, norm = f".{config.num_hidden_layers - 1}.", "model.norm.weight"
+    for kind in ("weight", "qweight", "weight_packed"):  # of Llama's name: plain, of AWQ and GPTQ, packed
+        if {norm, projection := f"model.layers{last}self_attn.o_proj.{kind}"} <= set(names):
+            return norm, projection
     inner = sorted(name for name in names if last in name and "att" in name and name.endswith(".weight"))
     outer = sorted(name for name in names if ("norm" in name or "ln_f" in name) and not any(map(str.isdigit, name)))
     return (outer or inner)[-1], inner[-1]
@@ -96,7 +99,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     whole: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
     found: PretrainedConfig = getattr(whole, "text_config", None) or whole
     if found is not whole:  # multimodal
-        if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if not with_causal_lm(found):
             raise ValueError(
                 f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
                 f"model ({found.model_type}); give another target"
@@ -108,7 +111,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model of this configuration without contents, for the names and shapes of its weights."""
-    with torch.device("meta"):
+    with unset_fake_temporarily(), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     return model
 
@@ -210,3 +213,17 @@ def rope_depends_on_length(config: PretrainedConfig) -> bool:
     """Whether RoPE's angles at a position change with the length of the text."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") in ("dynamic", "longrope")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' report and progress bar: the errors here say what is wrong."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

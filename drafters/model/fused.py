@@ -56,28 +56,15 @@ def signed(angles: Angles) -> Angles:
 
 
 class FusedNorm:
-    """RMSNorm in one kernel; nothing at all for a layer that has none (EAGLE's first).
-
-    torch has that kernel on CUDA alone. On a CPU it is LayerNorm over (h, -h), whose mean is 0 and whose variance is
-    the mean of h^2: of one row's forward through the shipped target, RMSNorm's eight operations are a fifth.
-    """
+    """RMSNorm; nothing at all for a layer that has none (EAGLE's first)."""
 
     def __init__(self, norm: Any) -> None:
         self.weight = norm.weight if not isinstance(norm, nn.Identity) else None
         self.eps = norm.variance_epsilon if self.weight is not None else 0.0
-        self.twice: Tensor | None = None
-        if self.weight is not None and self.weight.device.type == "cpu":
-            self.twice = torch.cat((self.weight, self.weight))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` -> ``[..., H]``."""
-        if self.weight is None:
-            return hidden
-        if self.twice is not None:
-            both = torch.cat((hidden, -hidden), dim=-1)
-            normed = torch.native_layer_norm(both, self.twice.shape, self.twice, None, self.eps)[0]
-            return normed[..., : len(self.weight)]
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return hidden if self.weight is None else F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class FusedAttention:
@@ -127,16 +114,12 @@ class FusedAttention:
         if bias is None and rows > 1:
             attended = self._prompt(queries, keys, values)
         else:
-            together = self.groups * rows
-            queries = queries.reshape(batch, self.key_heads, together, self.head_dim)
+            queries = queries.reshape(batch, self.key_heads, self.groups * rows, self.head_dim)
             captured = queries.is_cuda and isinstance(cache, StorageRows)  # elsewhere each operation costs a launch
             if captured and batch * rows * self.query_heads <= FEW_QUERIES:
                 attended = attend_by_products(queries, keys, values, bias, self.scale)
             else:
-                if together == 1 and queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
-                    queries = queries.expand(-1, -1, 2, -1)  # whose kernel takes half the time for two rows
                 attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=self.scale)
-                attended = attended[:, :, :together]
             attended = attended.reshape(batch, self.query_heads, rows, self.head_dim)
         return self.out(attended.transpose(1, 2).reshape(batch, rows, -1))
 

@@ -8,19 +8,20 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafters.config import Engine
-from drafters.model.cache import CachePool, KVCache, Storage
+from drafters.model.cache import CachePool, KVCache, Storage, StorageRows
 from drafters.model.check import bound, off
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
-from drafters.model.runner import FusedRunner, Part, Taps, attention_kernels
+from drafters.model.runner import Part, Runner, Taps, attention_kernels
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -45,32 +46,28 @@ def seen_rows(end: int, capacity: int) -> int:
     return min(-(-end // step) * step, capacity)
 
 
+@dataclass(eq=False)
 class Captured:
     """One forward of fixed shape.
 
+    It keeps what the graph references by address. Not the cache: its memory is reused when it is gone.
+
     Attributes:
-        inputs: buffers of what the part takes.
+        inputs: buffers of what the part takes. table: of RoPE's angles.
         outputs: hidden states and taps of the last run, overwritten by the next.
         replay: runs it again; None before it was captured.
         refused: there was no room to capture it.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        rows: BufferedRows,
-        inputs: Sequence[Tensor],
-        storage: Storage,
-        table: Angles,
-        taps: tuple[int, ...],
-    ) -> None:
-        shape = rows.see.shape[:2]
-        self.inputs = [torch.zeros((*shape, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in inputs]
-        # Keep what the graph references by address. Not the cache: its memory is reused when it is gone.
-        self.part, self.rows, self.storage, self.table, self.taps = part, rows, storage, table, taps
-        self.replay: Callable[[], None] | None = None
-        self.refused = False
-        self.outputs: tuple[Tensor, Taps]
+    part: Part
+    rows: BufferedRows
+    inputs: list[Tensor]
+    storage: Storage
+    table: Angles
+    taps: tuple[int, ...]
+    outputs: tuple[Tensor, Taps] | None = None
+    replay: Callable[[], None] | None = None
+    refused: bool = False
 
     def fill(self, inputs: Sequence[Tensor], rows: Placed) -> None:
         """Copy a step's values into the buffers."""
@@ -83,15 +80,12 @@ class Captured:
         part, rows, (cos, sin) = self.part, self.rows, self.table
         positions = rows.positions()
         biases = rows.biases(positions, part.windows, part.groups, self.storage.keys.dtype)
-        cache, angles = self.storage.at(rows.slots(), rows.end), (cos[positions], sin[positions])
+        cache, angles = StorageRows(self.storage, rows.slots(), rows.end), (cos[positions], sin[positions])
         self.outputs = part.through(part.enter(*self.inputs), angles, {**biases}, cache, self.taps)
 
 
-class GraphRunner(FusedRunner):
+class GraphRunner(Runner):
     """The engine "graphs": the fused layers, captured, and the caches that captured forwards are bound to.
-
-    Args:
-        trial: of the same model, which is done.
 
     Attributes:
         broken: why nothing is captured any more, None while all is well.
@@ -99,20 +93,32 @@ class GraphRunner(FusedRunner):
 
     engine: Engine = "graphs"
 
-    def __init__(self, model: PreTrainedModel, trial: "GraphRunner | None" = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        runner = ref(self)  # which keeps the pool, and so must not be kept by it
-
-        def forget(storages: list[Storage]) -> None:
-            if (alive := runner()) is not None:
-                alive._forget(storages)
-
-        self.new_cache = CachePool(MOST_ROWS, forget).take
+        self._caches = CachePool(MOST_ROWS)
         self._parts: WeakSet[Part] = WeakSet()  # parts with a captured graph
         self._pool: Any = None
-        # For warming up, and for capturing. torch has 32, and deals them out in turn: those of a trial are taken over.
-        self._streams: tuple[Any, Any] | None = None if trial is None else trial._streams
+        self._streams: tuple[Any, Any] | None = None  # for warming up, and for capturing
         self.broken: str | None = None
+
+    def new_cache(self, *shape: Any) -> KVCache:
+        """As ``Runner.new_cache``, from the pool."""
+        try:
+            return self._caches.take(*shape)
+        except (ValueError, torch.OutOfMemoryError):
+            self.free()
+        return self._caches.take(*shape)
+
+    def free(self) -> None:
+        """Free the memory of unused caches, and what was captured with them."""
+        given = self._caches.give_up()
+        for part in self._parts:
+            for key in [key for key in part.captured if key[0] in given]:
+                del part.captured[key]
+        del given
+        if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
+            self._pool = None  # a pool whose graphs are all gone takes no others
+        collect_memory()
 
     def _run(
         self, part: Part, inputs: Sequence[Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
@@ -131,7 +137,8 @@ class GraphRunner(FusedRunner):
             table = (part.rope or self.rope).table(cache.capacity + MOST_ROWS)
             with torch.inference_mode(False):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
-                captured = Captured(part, buffers, inputs, cache.storage, table, taps)
+                fed = [x.new_zeros(batch, count, *x.shape[2:]) for x in inputs]
+                captured = Captured(part, buffers, fed, cache.storage, table, taps)
             part.captured[key] = captured
             self._parts.add(part)
         # Fill, capture on the first time, replay. The next replay overwrites its output, so the output is copied.
@@ -142,6 +149,7 @@ class GraphRunner(FusedRunner):
             captured.refused = True
             return super()._run(part, inputs, cache, rows, taps)
         captured.replay()
+        assert captured.outputs is not None
         hidden, collected = captured.outputs
         own = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
         return hidden[:, : rows.count].clone(), own
@@ -166,8 +174,7 @@ class GraphRunner(FusedRunner):
                 self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
                 logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
                 return None
-            self._leave_pool()
-            collect_memory()
+            self.free()
         return None
 
     def _graph_of(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -192,18 +199,6 @@ class GraphRunner(FusedRunner):
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _forget(self, storages: Sequence[Storage]) -> None:
-        """Let go of what was captured with memory that is wanted elsewhere."""
-        for part in self._parts:
-            for key in [key for key in part.captured if any(key[0] is storage for storage in storages)]:
-                del part.captured[key]
-        self._leave_pool()
-
-    def _leave_pool(self) -> None:
-        """A pool whose graphs are all gone takes no others."""
-        if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
-            self._pool = None
-
 
 @torch.no_grad()
 def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | None:
@@ -215,10 +210,10 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
     tokens = torch.arange(1, 10, device=target.device).expand(2, -1) % target.vocab_size
     see = torch.eye(5, dtype=torch.bool, device=target.device)[None].repeat(2, 1, 1)
     see[:, :, 0] = see[:, 4, 2] = True  # a root, its three children, and a grandchild
-    whole = Part([target.part_layer(index) for index in range(target.num_layers)], target.embed, target.norm)
+    whole = Part(target.part(0, None).layers, target.embed, target.norm)
     runners, most = (target.runner, graphs), 0.0
     try:
-        caches = [one.new_cache(target.config, 2, 32, target.dtype, target.device) for one in runners]
+        caches = [one.new_cache(one.shapes(), 2, 32, target.dtype, target.device) for one in runners]
         for runner, cache in zip(runners, caches, strict=True):  # a prompt is never captured
             runner.run(whole, [tokens[:, :6]], cache)
             cache.commit_first([6, 4])

@@ -18,7 +18,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from drafters.config import DraftLayer, HeadLayer
-from drafters.model.cache import KVCache, head_sizes
+from drafters.model.cache import KVCache, config_shapes, head_sizes
 from drafters.model.files import SUPPORTED
 from drafters.model.runner import Rotary
 
@@ -223,7 +223,7 @@ def check_head(head: Any, config: PretrainedConfig) -> None:
     head.eval()  # some families drop values out while they train
     try:
         whole = head(*states, positions)
-        cache = KVCache.for_config(config, 1, PROBE, whole.dtype, whole.device, layers=1)
+        cache = KVCache(config_shapes(config, 1), 1, PROBE, whole.dtype, whole.device)
         first, last = ([part[:, :-1] for part in states], [part[:, -1:] for part in states])
         head(*first, positions[:, :-1], cache=cache.at(PROBE - 1))
         cache.commit_first([PROBE - 1])

@@ -1,7 +1,5 @@
 """A linear layer for decoding: a few rows against a large weight, in the layout and precision that reads fastest."""
 
-import logging
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,6 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import logging
 
 from drafters.config import Quantization
 from drafters.model import backend
@@ -45,17 +44,14 @@ class Product:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, changing: int = 0) -> None:
         self.weight, self.bias, self.changing = weight, bias, changing
         self.quantized: Int8 | Int4 | None = None
-        self._own = backend.pack(weight.detach()) if _has_room(weight) else None
-        self.packed = _onednn_layout(weight[: len(weight) - changing]) if self._own is None else None
-
-    @property
-    def own(self) -> Any:
-        """The weight as the kernels of ``drafters/cpu`` read it; None if torch multiplies it."""
-        return self._own if self.quantized is None else self.quantized.own
+        # The weight as the kernels of ``drafters/cpu`` read it; None if torch multiplies it.
+        self.own = backend.pack(weight.detach()) if _has_room(weight) else None
+        self.packed = _onednn_layout(weight[: len(weight) - changing]) if self.own is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
-        multiply: Any = self.quantized or (self._own if self._few(x) else None)
+        few = self.own is not None and x.numel() <= self.own.most_rows * x.shape[-1] and not derived(x)
+        multiply: Any = self.quantized or (self.own if few else None)
         if multiply is not None:
             out = multiply(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
@@ -64,9 +60,6 @@ class Product:
         if x.numel() == x.shape[-1] and self.weight.numel() >= LARGE:
             return self._by_onednn(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)
         return self._by_onednn(x)
-
-    def _few(self, x: Tensor) -> bool:
-        return self._own is not None and x.numel() <= self._own.most_rows * x.shape[-1] and not derived(x)
 
     def _by_onednn(self, x: Tensor) -> Tensor:
         if not self.changing:
@@ -89,7 +82,7 @@ class Product:
             ValueError: int4 of a number of inputs that no group size divides.
         """
         self.quantized = Int8(self.weight) if kind == "int8" else Int4(self.weight)
-        self.weight, self._own, self.packed = self.weight.new_empty(0), None, None
+        self.weight, self.own, self.packed = self.weight.new_empty(0), self.quantized.own, None
 
     def put(self, outputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Replace the rows ``outputs [n]``, all among the last ``changing``, by ``weight [n, inputs]``."""
@@ -98,8 +91,8 @@ class Product:
             self.quantized.put(outputs, weight)
         else:
             self.weight[outputs] = weight
-            if self._own is not None:
-                self._own.put(outputs, weight)
+            if self.own is not None:
+                self.own.put(outputs, weight)
         if self.bias is not None and bias is not None:
             self.bias[outputs] = bias
 
@@ -110,7 +103,8 @@ class Int8:
     def __init__(self, weight: Tensor) -> None:
         self.values, self.scales = _as_int8(weight)
         self.own = backend.pack(self.values, self.scales)
-        self.kernel = self.own is None and _int8_kernel(weight.device, weight.dtype, *weight.shape)
+        # On a CPU it reads 16 inputs at a time. On CUDA each thread reads a whole row, which is slower than a product.
+        self.kernel = self.own is None and weight.device.type == "cpu" and weight.shape[1] % 16 == 0
         if self.own is not None:
             self.values = self.own.tiles
         self.nbytes = self.values.nbytes + self.scales.nbytes
@@ -245,19 +239,6 @@ def _int4_layout(values: Tensor) -> Tensor:
 
 
 @cache
-def _int8_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Whether torch multiplies int8 weights of this size there, not slower than ones spread out, and rightly."""
-    if device.type == "cuda":  # there is one, whose threads read a row of weights each, from its begin to its end
-        return False
-    generator = torch.Generator(device).manual_seed(0)
-    row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
-    weight = torch.randint(-127, 128, (outputs, inputs), generator=generator, device=device).to(torch.int8)
-    scales = torch.rand(outputs, generator=generator, device=device).to(dtype)
-    expected = F.linear(row.float(), weight.float()) * scales.float()
-    return _gives(lambda: torch._weight_int8pack_mm(row, weight, scales), expected)
-
-
-@cache
 def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     """Whether torch multiplies int4 weights of this size there, and what comes out is right: layouts have changed."""
     probe = Int4.__new__(Int4)
@@ -267,34 +248,21 @@ def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs:
     probe.scales_and_zeros = torch.rand(shape, generator=generator, device=device).to(dtype)
     row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
     expected = F.linear(row.float(), probe.spread(_two_a_byte(values)).float())
-
-    def multiply() -> Tensor:
+    try:
         probe.values = _int4_layout(values)
-        return probe._through_kernel(row)
-
-    return _gives(multiply, expected)
+        gap = (probe._through_kernel(row).float() - expected).abs().max()
+    except RuntimeError:  # no kernel for this device, dtype or size
+        return False
+    return bool(gap <= 0.02 * expected.abs().max())
 
 
 def draft_dtype(wanted: Quantization | None, device: torch.device) -> Quantization | None:
     """In which type what drafts is read there: ``wanted``, but as it is (None) where that would only take longer."""
     if wanted is None or device.type != "cuda":
         return wanted
-    _tell_once(f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}")
+    told = f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}"
+    logging.get_logger(__name__).warning_once(told)
     return None
-
-
-@cache
-def _tell_once(what: str) -> None:
-    logging.getLogger(__name__).warning(what)
-
-
-def _gives(multiply: Callable[[], Tensor], expected: Tensor) -> bool:
-    """Whether a kernel exists and gives what is expected, up to rounding."""
-    try:
-        gap = (multiply().float() - expected).abs().max()
-    except RuntimeError:
-        return False
-    return bool(gap <= 0.02 * expected.abs().max())
 
 
 def _has_room(weight: Tensor) -> bool:

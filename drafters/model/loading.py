@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, readable
 from drafters.common.precision import warn_if_slow
 from drafters.common.wording import dtype_name, shortened, size_text
-from drafters.model.cache import SMALL, cache_bytes
+from drafters.model.cache import SMALL, cache_bytes, config_shapes
 from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
-from drafters.model.weights import TEXT_NAMES, open_weights, refuse_differences
+from drafters.model.quantised import as_asked, quantisation, to_load
+from drafters.model.weights import TEXT_NAMES, open_weights, quantised_bytes, refuse_differences
 
 DeviceMap = str | dict[str, Any]
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,22 +46,30 @@ def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def check_memory(
-    what: str, config: PretrainedConfig, dtype: torch.dtype, devices: list[torch.device], batch: int, context: int
+    what: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    devices: list[torch.device],
+    batch: int,
+    context: int,
+    stored: int | None = None,
 ) -> None:
     """Raise ValueError if the weights, with a cache of ``batch`` rows of ``context`` tokens, cannot fit.
 
     Args:
         what: the model, for the message.
         devices: all that the model may spread over.
+        stored: bytes of weights that stay quantised.
     """
-    weights, cache = weight_bytes(config, dtype), cache_bytes(config, batch, context, dtype)
+    weights = weight_bytes(config, dtype) if stored is None else stored
+    cache = cache_bytes(config_shapes(config), batch, context, dtype)
     free = sum(free_memory(device) for device in devices)
     if weights + cache <= max(free, SMALL):
         return
     where = f"{devices[0]} has" if len(devices) == 1 else f"{len(devices)} devices have together"
     # What is quantised is loaded whole first, so that quantize would be no help here.
     if weights > free:
-        needs = f"its weights need {size_text(weights)} in {dtype_name(dtype)}"
+        needs = f"its weights need {size_text(weights)}" + (f" in {dtype_name(dtype)}" if stored is None else "")
         fix = "use a smaller model or dtype, or several GPUs with device_map='auto'"
     else:
         needs = (
@@ -82,12 +91,7 @@ def load_model(
     """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
     A LoRA adapter is merged into the model that it names, in float32. Returns the model, and the fingerprint of its
-    files; None where it must be taken from the model itself.
-
-    Args:
-        device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
-            ``device``.
-        cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for, too.
+    files; None where it must be taken from the model itself. The arguments are ``TargetModel.from_pretrained``'s.
 
     Raises:
         ValueError: nothing loadable there, no such device, too little memory or other tensors than the configuration
@@ -106,8 +110,10 @@ def load_model(
     if adapter is not None:
         base, _ = load_model(adapter[BASE], torch.float32, device, adapter.get("revision"), device_map, cache_tokens)
         return merge_adapter(base, name, adapter, revision).to(kind), None
-    check_memory(str(name), config, kind, devices, *cache_tokens)
+    config = to_load(str(name), config, where)
+    check_memory(str(name), config, kind, devices, *cache_tokens, quantised_bytes(str(name), revision, config))
     weights = open_weights(str(name), revision, config)
+    places = {"": str(where)} if device_map is None and quantisation(config) else device_map
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(name),
@@ -117,17 +123,17 @@ def load_model(
             revision=revision or "main",
             trust_remote_code=False,
             use_safetensors=True,
-            device_map=device_map,
+            device_map=places,
             output_loading_info=True,
         )
     except (OSError, KeyError, SafetensorError) as error:
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
-    info["unexpected_keys"] = () if weights.multimodal else info["unexpected_keys"]  # those of other modalities
+    info["unexpected_keys"] = set(info["unexpected_keys"]) & weights.stored.keys()  # not those of other modalities
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
-    if device_map is None:
-        return model.to(where), weights.fingerprint()
-    _check_places(model, name, device_map)
-    return model, weights.fingerprint()
+    as_asked(model, config, kind)
+    if device_map is not None:
+        _check_places(model, name, device_map)
+    return model if places else model.to(where), weights.fingerprint()
 
 
 def _check_places(model: PreTrainedModel, name: str, device_map: DeviceMap) -> None:

@@ -5,7 +5,6 @@ wrote, and the R new ones.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,6 @@ from transformers import PretrainedConfig
 from drafters.model.files import rope_depends_on_length
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
-
-# A chain's bias is the same at every length but for its width; kept while it is no larger than this many values.
-_KEPT_VALUES = 1 << 18
 
 
 class Rows(NamedTuple):
@@ -52,7 +48,7 @@ class Scope(NamedTuple):
     def of(self, positions: Tensor, keys: Tensor) -> Tensor:
         """Bool ``[B, R, S]``: which keys at ``keys [B, S]`` rows at ``positions [B, R]`` attend to."""
         if self.window is not None:
-            return near(positions, keys, self.window)
+            return positions[:, :, None] - keys[:, None] < self.window
         assert self.chunk is not None
         return positions[:, :, None] // self.chunk == keys[:, None] // self.chunk
 
@@ -64,29 +60,21 @@ class Placed:
     """``count`` new rows behind ``lengths[b]`` committed ones of each batch row.
 
     Attributes:
+        see, depths, offset: of ``rows``; the depths of a chain, too.
         uniform: whether every batch row has the same length: then nothing is copied to the device, or waited for.
         end: rows of the longest, the new ones included.
     """
 
-    __slots__ = ("count", "depths", "device", "end", "lengths", "offset", "see", "uniform")
-
     def __init__(self, rows: Rows, lengths: list[int], count: int, device: torch.device) -> None:
-        self.see, self.depths, self.offset = rows
+        self.see, depths, self.offset = rows
+        self.depths = torch.arange(rows.offset + count, device=device)[None] if depths is None else depths
         self.lengths, self.count, self.device = lengths, count, device
         self.uniform = lengths.count(lengths[0]) == len(lengths)
         self.end = max(lengths) + self.offset + count
 
-    @property
-    def consecutive(self) -> bool:
-        """Whether every batch row has the last R positions below ``end``, in order."""
-        return self.uniform and self.depths is None
-
     def positions(self) -> Tensor:
         """``[B, R]``."""
-        if self.depths is None:
-            own = torch.arange(self.offset, self.offset + self.count, device=self.device)
-        else:
-            own = self.depths[:, self.offset :]
+        own = self.depths[:, self.offset :]
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
         return (first + own).expand(len(self.lengths), -1)
 
@@ -96,19 +84,19 @@ class Placed:
 
         ``scope``: other keys are hidden. ``always``: no None.
         """
-        limited = not scope.reaches(self.end)
-        if self.see is None and not limited and not always and self._needs_no_mask():
-            return None
-        see = self.see
+        limited, see = not scope.reaches(self.end), self.see
         if see is None:
-            make = _chain_mask if self.count <= 64 else _chain_mask.__wrapped__  # a prompt's is too large to be kept
-            see = make(self.count, self.offset, self.device)
+            if self.uniform and (self.count == 1 or self.end == self.count) and not limited and not always:
+                return None
+            see = torch.ones(self.count, self.offset + self.count, dtype=torch.bool, device=self.device)
+            see = see.tril(self.offset)[None]
         if self.uniform:
             mask = nn.functional.pad(see, (self.lengths[0], 0), value=True)
         else:
             mask = visible(self._lengths(), see, self.end)
         if limited:
-            mask = mask & scope.of(self.positions(), self._key_positions())
+            depths = self.depths.expand(len(self.lengths), -1)
+            mask = mask & scope.of(self.positions(), key_positions(self._lengths(), depths, self.end))
         return mask[:, None]
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
@@ -117,32 +105,16 @@ class Placed:
         The R rows are repeated once for each of the ``groups`` query heads that share a key head. ``causal``: attention
         needs none for rows that see all before them.
         """
-        limited = window is not None and self.end > window
-        if causal and self.see is None and not limited:
+        scope = Scope(window)
+        if causal and self.see is None and scope.reaches(self.end):
             return None
-        if self.see is None and not limited and self.uniform and not self._needs_no_mask():
-            before = self.lengths[0] + self.offset
-            width = 1 << max(before - 1, 255).bit_length()
-            if groups * self.count * (width + self.count) <= _KEPT_VALUES:
-                bias = _chain_bias(self.count, groups, width, dtype, self.device)[..., width - before :]
-                return bias if self.device.type == "cpu" else bias.contiguous()  # CUDA's kernels want it aligned
-        mask = self.mask(Scope(window))
+        mask = self.mask(scope)
         return None if mask is None else additive(mask, groups, dtype, float("-inf"))
-
-    def _needs_no_mask(self) -> bool:
-        return self.uniform and (self.count == 1 or self.end == self.count)
 
     def _lengths(self) -> Tensor:
         if self.uniform:
             return torch.full((len(self.lengths),), self.lengths[0], device=self.device)
         return torch.tensor(self.lengths, device=self.device)
-
-    def _key_positions(self) -> Tensor:
-        """``[B or 1, end]`` position of the token in each cache slot."""
-        if self.depths is None:  # uncommitted or not, one after the other
-            return torch.arange(self.end, device=self.device)[None]
-        depths = self.depths.expand(len(self.lengths), -1)
-        return key_positions(self._lengths(), depths, self.end)
 
 
 class Rope:
@@ -169,9 +141,6 @@ class Rope:
         if self.by_length:
             return self._form(self._rotary(self._like, position_ids=rows.positions()))
         cos, sin = self.table(rows.end)
-        if rows.consecutive:  # a view will do
-            first = rows.end - rows.count
-            return cos[first : rows.end][None], sin[first : rows.end][None]
         positions = rows.positions()
         return cos[positions], sin[positions]
 
@@ -192,7 +161,7 @@ class BufferedRows:
     replayed, and read inside of it.
 
     Attributes:
-        lengths, starts: ``[B]`` committed rows, and the slot of each batch row's first new row.
+        lengths, offset: ``[B]`` committed rows, and ``[]`` uncommitted rows before the new ones.
         depths: ``[B, T]`` of the uncommitted rows. see: ``[B, R, T]`` which of them each new row sees.
         end: cache rows that attention reads.
     """
@@ -200,7 +169,7 @@ class BufferedRows:
     def __init__(self, batch: int, count: int, uncommitted: int, end: int, device: torch.device) -> None:
         self.count, self.end, self.device = count, end, device
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.starts = torch.zeros(batch, dtype=torch.long, device=device)
+        self.offset = torch.zeros((), dtype=torch.long, device=device)
         self.depths = torch.zeros(batch, uncommitted, dtype=torch.long, device=device)
         self.see = torch.zeros(batch, count, uncommitted, dtype=torch.bool, device=device)
 
@@ -208,11 +177,10 @@ class BufferedRows:
         """Put a step's values into the buffers."""
         if rows.uniform:
             self.lengths.fill_(rows.lengths[0])
-            self.starts.fill_(rows.lengths[0] + rows.offset)
         else:
             known = torch.tensor(rows.lengths, pin_memory=self.lengths.is_cuda)
             self.lengths.copy_(known, non_blocking=True)
-            torch.add(self.lengths, rows.offset, out=self.starts)
+        self.offset.fill_(rows.offset)
         order = torch.arange(self.see.shape[2], device=self.device)
         own = (rows.offset + torch.arange(self.count, device=self.device))[:, None]
         # Of rows that are padding, itself is all one need see; of a chain, all before it.
@@ -222,18 +190,16 @@ class BufferedRows:
             self.see.copy_(order[None] == own)
             self.see[:, : rows.count, : rows.see.shape[2]].copy_(rows.see)
         self.depths.copy_(order)
-        if rows.depths is not None:
-            self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
+        self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
 
     def slots(self) -> Tensor:
         """``[B, R]`` where the new rows' keys and values go."""
-        return self.starts[:, None] + torch.arange(self.count, device=self.device)
+        return self.lengths[:, None] + self.offset + torch.arange(self.count, device=self.device)
 
     def positions(self) -> Tensor:
         """``[B, R]``."""
-        first = (self.starts - self.lengths)[:, None]
-        own = (first + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
-        return self.lengths[:, None] + self.depths.gather(1, own)
+        own = (self.offset + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
+        return self.lengths[:, None] + self.depths[:, own]
 
     def biases(
         self, positions: Tensor, windows: frozenset[int | None], groups: int, dtype: torch.dtype
@@ -243,7 +209,8 @@ class BufferedRows:
         for window in windows:
             mask = every
             if window is not None:
-                mask = every & near(positions, key_positions(self.lengths, self.depths, self.end), window)
+                keys = key_positions(self.lengths, self.depths, self.end)
+                mask = every & Scope(window).of(positions, keys)
             biases[window] = additive(mask[:, None], groups, dtype, float("-inf"))
         return biases
 
@@ -264,25 +231,7 @@ def key_positions(lengths: Tensor, depths: Tensor, end: int) -> Tensor:
     return torch.where(number < 0, slots, behind)
 
 
-def near(positions: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Bool ``[B, R, end]``: which keys are less than ``window`` positions back."""
-    return positions[:, :, None] - keys[:, None] < window
-
-
 def additive(mask: Tensor, groups: int, dtype: torch.dtype, hidden: float) -> Tensor:
     """Mask ``[B, 1, R, S]`` -> bias ``[B, 1, groups * R, S]``, 0 where it is true and ``hidden`` elsewhere."""
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden)
     return bias.repeat(1, 1, groups, 1) if groups > 1 else bias
-
-
-@lru_cache(maxsize=256)
-def _chain_mask(rows: int, offset: int, device: torch.device) -> Tensor:
-    """``[1, R, offset + R]``: each row sees the uncommitted rows up to itself."""
-    return torch.ones(rows, offset + rows, dtype=torch.bool, device=device).tril(offset)[None]
-
-
-@lru_cache(maxsize=64)
-def _chain_bias(rows: int, groups: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[1, 1, groups * R, width + R]``: after ``width`` rows that all see, each row sees those up to itself."""
-    mask = torch.ones(1, 1, rows, width + rows, dtype=torch.bool, device=device).tril(width)
-    return additive(mask, groups, dtype, float("-inf"))

@@ -1,7 +1,7 @@
 """The one way to run layers: an engine, chosen once, for ranges of a target's layers and for learned heads.
 
-An engine makes its own of transformers' modules (``layer``, ``norm``, ``linear``), and runs a ``Part`` of them over the
-rows of a cache. Here is "fused"; "graphs" is in graphs.py, and "stock", which runs a target whole, in stock.py.
+An engine makes its own of transformers' modules, and runs a ``Part`` of them over the rows of a cache. Here is "fused";
+"graphs" is in graphs.py, and "stock", which runs a target whole, in stock.py.
 """
 
 import threading
@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine
 from drafters.model import backend
-from drafters.model.cache import KVCache
-from drafters.model.fused import FusedLayer, FusedNorm, signed
+from drafters.model.cache import KVCache, Shape, config_shapes
+from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not
 from drafters.model.linear import Product
-from drafters.model.rows import CHAIN, Angles, Placed, Rope, Rows, Scope, additive
+from drafters.model.rows import CHAIN, Placed, Rope, Rows, Scope, additive
+
+if TYPE_CHECKING:
+    from drafters.model.target import TargetModel
 
 # (hidden states [B, R, H], angles, mask or bias, cache, its layer) -> hidden states
 Layer = Callable[[Tensor, Any, Tensor | None, Any, int], Tensor]
@@ -66,7 +70,6 @@ class Part:
         rope: whose angles its layers turn by; None: the target's.
         captured: forwards of fixed shape that were captured of it.
         joined: by taps, the layers as ``backend.join_layers`` has them; to be cleared when a layer is quantised.
-        runner: what runs it in place of the target's runner.
     """
 
     layers: list[PartLayer]
@@ -75,7 +78,6 @@ class Part:
     rope: Rope | None = None
     captured: dict[Any, Any] = field(default_factory=dict)
     joined: dict[tuple[int, ...], Sequence[PartLayer]] = field(default_factory=dict)
-    runner: "Runner | None" = None
 
     def __post_init__(self) -> None:
         self.windows = frozenset(layer.window for layer in self.layers)
@@ -107,8 +109,6 @@ class Part:
 class StockLayer:
     """One of transformers' own decoder layers."""
 
-    groups = 1
-
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 
@@ -133,40 +133,41 @@ class Rotary(NamedTuple):
 
 
 class Runner:
-    """Runs layers one by one: here transformers' own, of heads that have a layer of their target's family.
+    """Runs parts, of fused layers where the layers allow it: the engine "fused".
 
     Args:
         model: whose kind of attention, and rotary angles unless they have their own, all parts share.
 
     Attributes:
-        layer, norm, linear: make the engine's own of a decoder layer (or one without an MLP), a norm, a linear layer;
-            angles: of cos and sin.
-        new_cache: makes a cache; takes what ``KVCache.for_config`` takes.
+        norm, linear: make the engine's own of a norm, a linear layer.
     """
 
-    engine: Engine
-    layer: Callable[[Any], Layer] = StockLayer
-    norm: Callable[[Any], Transform] = staticmethod(identity)
-    linear: Callable[[Any], Transform] = staticmethod(identity)
-    angles: Callable[[Angles], Angles] = staticmethod(identity)
+    engine: Engine = "fused"
+    norm: Callable[[Any], Transform] = FusedNorm
+    linear: Callable[[Any], Transform] = staticmethod(lambda linear: Product(linear.weight, linear.bias))
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Looked up once: an attribute of a config costs a microsecond or more, and this is wanted in every forward.
         self._adds = model.config._attn_implementation == "eager"
-        self._model = model
-        self._rope: Rope | None = None
-        self.new_cache: Callable[..., KVCache] = KVCache.for_config
+        self.model = model
 
-    @property
+    @cached_property
     def rope(self) -> Rope:
-        """The target's RoPE."""
-        if self._rope is None:
-            body: Any = self._model.model
-            self._rope = self._of(Rotary(body.rotary_emb, self._model.config))
-        return self._rope
+        """The target's RoPE, for fused layers."""
+        return self._rope_of(None, True)
 
-    def _of(self, rotary: Rotary) -> Rope:
-        return Rope(rotary.module, rotary.config, self.angles, self._model.get_input_embeddings().weight)
+    def _rope_of(self, rotary: Rotary | None, fused: bool) -> Rope:
+        model: Any = self.model
+        module, config = rotary or (model.model.rotary_emb, model.config)
+        return Rope(module, config, signed if fused else identity, model.get_input_embeddings().weight)
+
+    def shapes(self) -> list[Shape]:
+        """What each of the target's layers keeps of a token."""
+        return config_shapes(self.model.config)
+
+    def new_cache(self, *shape: Any) -> KVCache:
+        """An empty cache of at least that capacity; arguments and errors are ``KVCache``'s."""
+        return KVCache(*shape)
 
     def part(
         self,
@@ -176,11 +177,26 @@ class Runner:
         rotary: Rotary | None = None,
     ) -> Part:
         """A learned head's part: its layers, over a cache of their own, and what comes before and after them."""
-        own = [PartLayer(self.layer(layer), index) for index, layer in enumerate(layers)]
-        rope = self.rope if rotary is None else self._of(rotary)
+        config = self.model.config if rotary is None else rotary.config
+        fused = not any(why_not(layer, config) for layer in layers)
+        own = [PartLayer(FusedLayer(layer) if fused else StockLayer(layer), i) for i, layer in enumerate(layers)]
+        rope = self._rope_of(rotary, fused)
         if not rope.by_length:
             rope.table(1)  # an error comes here, not in the first step
         return Part(own, enter, leave, rope)
+
+    def forward(
+        self,
+        target: "TargetModel",
+        given: Tensor,
+        cache: KVCache | None,
+        rows: Rows = CHAIN,
+        taps: tuple[int, ...] = (),
+        start: int = 0,
+        stop: int | None = None,
+    ) -> tuple[Tensor, Taps]:
+        """As ``TargetModel.run``; with ``stop``, the states after that many layers."""
+        return self.run(target.part(start, stop), [given], cache, rows, taps)
 
     def run(
         self,
@@ -200,8 +216,6 @@ class Runner:
         Returns:
             ``[B, R, H]`` and the taps, which later calls leave alone.
         """
-        if part.runner is not None and part.runner is not self:
-            return part.runner.run(part, inputs, cache, rows, taps)
         batch, count = inputs[0].shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
         with model_time():
@@ -212,52 +226,38 @@ class Runner:
     ) -> tuple[Tensor, Taps]:
         if cache is not None:
             cache.at(rows.count, rows.offset)
-        hidden, angles = part.enter(*inputs), self._angles(rows, part.rope or self.rope)
-        causal = cache is not None and rows.count <= part.few_rows
-        masks = {window: self._mask(rows, window, part.groups, hidden.dtype, causal) for window in part.windows}
+        hidden = part.enter(*inputs)
+        angles: tuple[Tensor, ...] = (part.rope or self.rope)(rows)
+        masks: dict[int | None, Tensor | None] = {}
+        if isinstance(part.layers[0].layer, StockLayer):
+            angles, masks[None] = (*angles, rows.positions()), self._mask(rows, Scope(), hidden.dtype, self._adds)
+        else:
+            causal = cache is not None and rows.count <= part.few_rows
+            masks = {window: rows.bias(window, part.groups, hidden.dtype, causal) for window in part.windows}
         with attention_kernels(rows.device):
             hidden, collected = part.through(hidden, angles, masks, cache, taps)
         if hidden.device != rows.device:  # output on the input's device
             hidden = hidden.to(rows.device)
         return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
 
-    def _angles(self, rows: Placed, rope: Rope) -> tuple[Tensor, ...]:
-        return *rope(rows), rows.positions()
-
-    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
-        return self._as_added(rows.mask(Scope(window), always=self._adds), dtype)
-
-    def _as_added(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
+    def _mask(self, rows: Placed, scope: Scope, dtype: torch.dtype, always: bool) -> Tensor | None:
+        """The mask of a layer of transformers': added under eager attention, which takes no other."""
+        mask = rows.mask(scope, always)
         return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask
-
-
-class FusedRunner(Runner):
-    """The engine "fused": layers rewritten for decoding."""
-
-    engine: Engine = "fused"
-    layer = FusedLayer
-    norm = FusedNorm
-    linear = staticmethod(lambda linear: Product(linear.weight, linear.bias))
-    angles = staticmethod(signed)
-
-    def _angles(self, rows: Placed, rope: Rope) -> tuple[Tensor, ...]:
-        return rope(rows)
-
-    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
-        return rows.bias(window, groups, dtype, causal)
 
 
 class Clock:
     """Splits a step's time into laps, and notes the part of each that forward passes took.
 
     On CUDA by events, so that timing adds no synchronisation. A thread has one clock at a time: the newest.
+
+    ``models``: beginning and end of each forward pass, by lap.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
         self._marks: list[Mark] = [self.now()]
-        self._models: list[list[tuple[Mark, Mark]]] = [[]]
+        self.models: list[list[tuple[Mark, Mark]]] = [[]]
         _running.clock = self
 
     def now(self) -> Mark:
@@ -271,11 +271,7 @@ class Clock:
     def lap(self) -> None:
         """End the current lap and begin the next."""
         self._marks.append(self.now())
-        self._models.append([])
-
-    def note_model(self, start: Mark, end: Mark) -> None:
-        """Count a forward pass towards the current lap."""
-        self._models[-1].append((start, end))
+        self.models.append([])
 
     def laps(self) -> tuple[list[float], list[float]]:
         """Seconds of every lap, and of the forward passes in it; waits for the device."""
@@ -284,7 +280,7 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize(self._device)
         laps = [_seconds(a, b) for a, b in pairwise(self._marks)]
-        return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self._models[: len(laps)]]
+        return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self.models[: len(laps)]]
 
 
 def _seconds(start: Any, end: Any) -> float:
@@ -310,4 +306,4 @@ class model_time:  # noqa: N801  # a class, for a generator's context manager ta
 
     def __exit__(self, *exception: object) -> None:
         if self._clock is not None:
-            self._clock.note_model(self._start, self._clock.now())
+            self._clock.models[-1].append((self._start, self._clock.now()))

@@ -6,21 +6,24 @@ scaled embeddings, capped logits, norms in any order, sinks, latent attention an
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from drafters.config import Engine
 from drafters.model.cache import KVCache, Shape
-from drafters.model.fused import why_not
 from drafters.model.rows import CHAIN, Placed, Rows, Scope
-from drafters.model.runner import FusedRunner, Part, Runner, Taps, attention_kernels, identity, model_time
+from drafters.model.runner import Runner, Taps, Transform, attention_kernels, identity, model_time
+
+if TYPE_CHECKING:
+    from drafters.model.target import TargetModel
 
 ONE_STATE = "keep one running state, from which no rejected token can be taken back"
 # Layers that cannot verify a tree, and why.
@@ -77,59 +80,50 @@ class LayerCache(Cache):
         return max(self.rows.lengths, default=0)
 
 
-class _Shapes(Cache):
-    """Notes what each layer would keep."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.found: dict[int, Shape] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.found[layer_idx] = (keys.shape[1], keys.shape[3], values.shape[3])
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-
 class StockRunner(Runner):
     """The engine "stock".
 
-    Attributes:
-        layers: the model's decoder layers.
+    Args:
         scopes: by the type of layer, which tokens it attends to; empty for a model that can only be captured.
     """
 
     engine: Engine = "stock"
+    norm: Callable[[Any], Transform] = staticmethod(identity)
+    linear: Callable[[Any], Transform] = staticmethod(identity)
 
-    def __init__(self, model: PreTrainedModel, capture_only: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, scopes: dict[str, Scope]) -> None:
         super().__init__(model)
-        self.model, self.body = model, body_of(model)
+        self.scopes, self.body = scopes, body_of(model)
         self.layers = decoder_layers(self.body)
         self._vocab = len(model.get_input_embeddings().weight)
-        try:
-            self.scopes = scopes(model.config)
-        except ValueError:
-            if not capture_only:
-                raise
-            self.scopes = {}
-        self._fused: FusedRunner | None = None
+        self._shapes: list[Shape] = []
+        self._alone = threading.Lock()  # a forward changes the model: its hooks, and with Kangaroo its layers
 
     @torch.no_grad()
     def shapes(self) -> list[Shape]:
-        """What each layer keeps of a token: key heads, the width of a key and of a value; zeros where nothing."""
-        seen = _Shapes()
-        device = self.model.get_input_embeddings().weight.device
-        try:
-            self.body(
-                input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), past_key_values=seen, use_cache=True
+        """What each layer keeps of a token: key heads, the width of a key and of a value; zeros where nothing.
+
+        Raises:
+            ValueError: the model can only be captured.
+        """
+        if not self.scopes:
+            name = self.model.name_or_path or type(self.model).__name__
+            raise ValueError(
+                f"{name} can only be captured, not decoded with drafts; with features, set heldout_answers: given"
             )
-        except (TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
-            raise ValueError(f"{type(self.model).__name__} takes no cache of keys and values: {error}") from error
-        return [seen.found.get(index, (0, 0, 0)) for index in range(len(self.layers))]
+        if self._shapes:
+            return self._shapes
+        seen, tokens = DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.model.device)
+        self.body(input_ids=tokens, past_key_values=seen, use_cache=True)
+        self._shapes = [(0, 0, 0)] * len(self.layers)
+        for index, layer in enumerate(seen.layers):
+            if layer.keys is not None and layer.values is not None:
+                self._shapes[index] = (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        return self._shapes
 
     def forward(
         self,
+        target: "TargetModel",
         given: Tensor,
         cache: KVCache | None,
         rows: Rows = CHAIN,
@@ -137,7 +131,7 @@ class StockRunner(Runner):
         start: int = 0,
         stop: int | None = None,
     ) -> tuple[Tensor, Taps]:
-        """As ``TargetModel.run``; with ``stop``, the states after that many layers."""
+        """Run the model itself over the new rows."""
         batch, count = given.shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
         placed = Placed(rows, lengths, count, given.device)
@@ -148,24 +142,22 @@ class StockRunner(Runner):
         named: dict[str, Any] = {"input_ids": given.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": given}
         own_mask = rows is CHAIN and not any(lengths)  # the model's own causal mask needs no memory
         if not own_mask:
-            masks = {kind: self._own_mask(placed, scope) for kind, scope in self.scopes.items()}
+            masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in self.scopes.items()}
             named["attention_mask"] = masks.get("", masks)  # one mask, or one for each type of layer
         if cache is not None or not own_mask:
             named["position_ids"] = placed.positions()
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
         found: Taps = {start: given} if start else {}
-        hooks = [self._hook(tap, found) for tap in taps if tap not in found]
-        try:
-            with model_time(), attention_kernels(given.device), self._only(start, stop):
-                hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self._alone, model_time(), attention_kernels(given.device):
+            hooks = [self._hook(tap, found) for tap in taps if tap not in found]
+            try:
+                with self._only(start, stop):
+                    hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
+            finally:
+                for hook in hooks:
+                    hook.remove()
         return hidden.to(given.device), {tap: found[tap].to(given.device) for tap in taps}
-
-    def _own_mask(self, placed: Placed, scope: Scope) -> Tensor | None:
-        return self._as_added(placed.mask(scope, always=True), self.model.dtype)
 
     def _hook(self, tap: int, found: Taps) -> RemovableHandle:
         """Have the states after ``tap`` layers put into ``found``."""
@@ -194,17 +186,6 @@ class StockRunner(Runner):
             yield
         finally:
             self.body.layers, self.body.norm = self.layers, norm
-
-    def part(self, layers: Any, enter: Any = identity, leave: Any = identity, rotary: Any = None) -> Part:
-        """A learned head's part, on fused layers where its layers allow it."""
-        config = self.model.config if rotary is None else rotary.config
-        if any(why_not(layer, config) for layer in layers):
-            return super().part(layers, enter, leave, rotary)
-        if self._fused is None:
-            self._fused = FusedRunner(self.model)
-        part = self._fused.part(layers, enter, leave, rotary)
-        part.runner = self._fused
-        return part
 
 
 class _Given(nn.Module):

@@ -5,7 +5,9 @@ and "graphs" run layers rewritten for decoding. Loading checks once that what ru
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,16 +15,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine, Quantization
-from drafters.model.cache import KVCache, Shape
+from drafters.model.cache import KVCache, config_shapes
 from drafters.model.check import check_target
 from drafters.model.files import fingerprinted, model_fingerprint, rope_depends_on_length, sliding_windows
-from drafters.model.fused import why_not
+from drafters.model.fused import FusedLayer, FusedNorm, why_not
 from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
+from drafters.model.quantised import quantisation, unpack
 from drafters.model.rows import CHAIN, Rows
-from drafters.model.runner import FusedRunner, Part, PartLayer, Runner, identity, model_time
-from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change
+from drafters.model.runner import Part, PartLayer, Runner, identity, model_time
+from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change, scopes
 
 
 @dataclass
@@ -85,34 +88,31 @@ class TargetModel:
             self.model.set_attn_implementation("sdpa")
         if self.config._attn_implementation == "eager":
             logging.getLogger(__name__).info("%s has no SDPA: its attention is transformers' eager one", self.name)
+        if quantisation(self.config):
+            unpack(self.model)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = model.get_output_embeddings().out_features
         self.runner = choose_runner(model, self.name, engine, capture_only)
         self.body: Any = body_of(model)
         stock_layers = decoder_layers(self.body)
         self.num_layers = len(stock_layers)
         self._devices = layer_devices(self.model, stock_layers)
-        self.layers: list[Any] = []  # of an engine that runs them one by one
-        self._lm_head: Any = model.get_output_embeddings()
+        self._lm_head: Any = self.runner.linear(model.get_output_embeddings())
         self.logit_change = logit_change(model)
         self._parts: dict[tuple[int, int | None], Part] = {}
-        self._shapes: list[Shape] | None = None
-        if isinstance(self.runner, StockRunner):
-            try:
-                self._shapes = self.runner.shapes() if self.runner.scopes else None
-                if self.runner.scopes:
-                    check_target(self)
-            except ValueError:
-                if not capture_only:
-                    raise
-                self.runner.scopes = {}
-        else:
+        self.layers: list[FusedLayer] = []  # of an engine that runs them one by one
+        if not isinstance(self.runner, StockRunner):
             self.windows = sliding_windows(self.config)
-            self.layers = [self.runner.layer(layer) for layer in stock_layers]
-            self.norm = self.runner.norm(self.body.norm)
-            self._lm_head = self.runner.linear(self._lm_head)
+            self.layers = [FusedLayer(layer) for layer in stock_layers]
+            self.norm = FusedNorm(self.body.norm)
+        try:
             check_target(self)
+        except ValueError:
+            if self.layers or not capture_only:
+                raise
+            self.runner = StockRunner(model, {})
+        if self.layers:
             self.runner = self._captured(engine)
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
@@ -193,7 +193,9 @@ class TargetModel:
     def bytes_read(self) -> int:
         """Bytes of weights that decoding one token reads: not other tokens' embeddings, nor experts not chosen."""
         total = 0
-        for name, weights in self.model.named_parameters():
+        # Packed weights are buffers.
+        packed = self.model.named_buffers() if quantisation(self.config) else ()
+        for name, weights in chain(self.model.named_parameters(), packed):
             if weights is self.embedding and weights is not self.model.get_output_embeddings().weight:
                 continue
             chosen = 1.0
@@ -247,14 +249,11 @@ class TargetModel:
         Raises:
             ValueError: the memory does not suffice.
         """
-        if layers is None and isinstance(self.runner, StockRunner) and not self.runner.scopes:
-            raise ValueError(
-                f"{self.name} can only be captured, not decoded with drafts; with features, set heldout_answers: given"
-            )
-        place: Any = self.device if layers is not None or self._devices is None else self._devices
-        if layers is None and self._shapes is not None:
-            return KVCache.of(self._shapes, batch, capacity, self.dtype, place)
-        return self.runner.new_cache(config or self.config, batch, capacity, self.dtype, place, layers)
+        if layers is None:
+            shapes, place = self.runner.shapes(), self._devices or self.device
+        else:
+            shapes, place = config_shapes(config or self.config, layers), self.device
+        return self.runner.new_cache(shapes, batch, capacity, self.dtype, place)
 
     def features(
         self, input_ids: Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
@@ -278,29 +277,22 @@ class TargetModel:
             rows: their mask and positions; by default a chain.
             taps: hidden states to hand out, by the number of layers before them.
         """
-        if isinstance(self.runner, StockRunner):
-            return FeatureOutput(*self.runner.forward(given, cache, rows, taps, start))
-        return FeatureOutput(*self.runner.run(self._part(start, None), [given], cache, rows, taps))
+        return FeatureOutput(*self.runner.forward(self, given, cache, rows, taps, start))
 
     def shallow(self, tokens: Tensor, cache: KVCache | None, stop: int, rows: Rows = CHAIN) -> Tensor:
         """Hidden states ``[B, R, H]`` after the first ``stop`` layers alone, from where ``run`` can go on."""
-        if isinstance(self.runner, StockRunner):
-            return self.runner.forward(tokens, cache, rows, stop=stop)[0]
-        return self.runner.run(self._part(0, stop), [tokens], cache, rows)[0]
+        return self.runner.forward(self, tokens, cache, rows, stop=stop)[0]
 
-    def _part(self, start: int, stop: int | None) -> Part:
+    def part(self, start: int, stop: int | None) -> Part:
         """Layers ``start..stop``; from the embedding if there is no layer before, through the norm if none follows."""
         part = self._parts.get((start, stop))
         if part is None:
             enter, leave = self.embed if start == 0 else identity, self._leave if stop is None else identity
-            part = Part([self.part_layer(index) for index in range(self.num_layers)[start:stop]], enter, leave)
+            devices: Sequence[torch.device | None] = self._devices or [None] * self.num_layers
+            layers = map(PartLayer, self.layers, range(self.num_layers), self.windows, devices)
+            part = Part(list(layers)[start:stop], enter, leave)
             self._parts[start, stop] = part
         return part
-
-    def part_layer(self, index: int) -> PartLayer:
-        """Layer ``index``, as a part takes it."""
-        device = None if self._devices is None else self._devices[index]
-        return PartLayer(self.layers[index], index, self.windows[index], device)
 
     def _leave(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden if self._devices is None else hidden.to(self.body.norm.weight.device))
@@ -320,7 +312,8 @@ class TargetModel:
             trial = GraphRunner(self.model)
             reason = differs_from_layers(self, trial)
             if reason is None:
-                return GraphRunner(self.model, trial)  # another: the trial's caches are no use to anybody
+                trial.free()  # the trial's caches are no use to anybody
+                return trial
             if asked:
                 raise ValueError(f"engine 'graphs' cannot run {self.name}: {reason}; use engine 'fused', or none")
         logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
@@ -335,14 +328,18 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
     """
     if engine != "stock":
         reasons = [found for layer in decoder_layers(body_of(model)) if (found := why_not(layer, model.config))]
+        if method := quantisation(model.config):
+            reasons.insert(0, f"its weights are quantised ({method})")
         if not reasons:
-            return FusedRunner(model)
+            return Runner(model)
         if engine is not None:
             raise ValueError(f"engine {engine!r} cannot run {name}: {reasons[0]}; use engine 'stock', or none")
         logging.getLogger(__name__).warning("%s runs on its own forward, more slowly: %s", name, reasons[0])
     try:
-        return StockRunner(model, capture_only)
+        return StockRunner(model, scopes(model.config))
     except ValueError as error:
+        if capture_only:
+            return StockRunner(model, {})
         raise ValueError(
             f"{name} ({type(model).__name__}) cannot verify drafts: {error}; its states can be captured and "
             "drafters trained from them"

@@ -8,8 +8,9 @@ drops an unexpected one; here both are errors, found from the headers of the fil
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,21 +20,28 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.quantizers import AutoHfQuantizer
-from transformers.utils import logging
 
 from drafters.common.paths import readable
 from drafters.common.wording import shortened
-from drafters.model.files import fingerprinted, meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
+from drafters.model.files import (
+    fingerprinted,
+    meta_model,
+    model_fingerprint,
+    not_loaded,
+    quiet,
+    refuse_integers,
+    weight_map,
+)
+from drafters.model.quantised import options, quantisation
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-PACKED = ("weight", "qweight", "weight_packed")  # names of a projection's weight: plain, of AWQ and GPTQ, packed
 SHOWN = 4  # tensors that a message names
 
 
 # How files of multimodal models name the tensors of their text model, and the names there.
+VISION = "visual."  # beside Llama's names, in Qwen2-VL's and Qwen2.5-VL's files
 TEXT_NAMES = {r"^(language_model\.model|model\.language_model)\.": "model.", r"^language_model\.lm_head\.": "lm_head."}
 
 
@@ -65,15 +73,29 @@ class Weights:
     def ends(self) -> tuple[str, str]:
         """Names of the embedding and the LM head. Tied ends are one tensor, under either name."""
         embedding, head = EMBEDDING, LM_HEAD
-        if not {EMBEDDING, LM_HEAD} & self.stored.keys():  # a family with other names than Llama's
-            model = meta_model(self.config)
-            names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
-            ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
-            embedding, head = (names[id(end.weight)] for end in ends)
-        if not getattr(self.config, "tie_word_embeddings", False):
+        tied, named = getattr(self.config, "tie_word_embeddings", False), {EMBEDDING, LM_HEAD} & self.stored.keys()
+        if len(named) < (1 if tied else 2):  # a family with other names than Llama's
+            embedding, head = self._ends_of_its_class()
+        if not tied:
             return embedding, head
-        tied = embedding if embedding in self.stored or head not in self.stored else head
-        return tied, tied
+        one = embedding if embedding in self.stored or head not in self.stored else head
+        return one, one
+
+    def _ends_of_its_class(self) -> tuple[str, str]:
+        """The names in the files of what transformers' class of the model calls its ends."""
+        # Imported here: an engine's process may import this module with transformers 4, which lacks it.
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model = meta_model(self.config)
+        names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
+        found: list[str] = []
+        ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
+        for end in ends:
+            name = names[id(end.weight)]
+            (before,) = revert_weight_conversion(model, {name: end.weight})
+            bare = name.removeprefix(f"{model.base_model_prefix}.")  # files of the model without its LM head
+            found.append(next((one for one in (name, before, bare) if one in self.stored), name))
+        return found[0], found[1]
 
     def path(self, key: str) -> str:
         """The file that holds a floating-point tensor, downloaded if it is on the Hub.
@@ -92,23 +114,15 @@ class Weights:
         with safe_open(self.path(key), framework="pt") as file:
             return file.get_tensor(self.stored[key].key)
 
-    @property
-    def projection(self) -> str | None:
-        """Name of the last layer's output projection; None where no tensor has Llama's name of it."""
-        last = f"model.layers.{getattr(self.config, 'num_hidden_layers', 0) - 1}.self_attn.o_proj."
-        return next((last + kind for kind in PACKED if last + kind in self.stored), None)
-
     def fingerprint(self) -> str | None:
         """``TargetModel.fingerprint`` of these files: of quantised weights, of the values as they are stored.
 
         None where none belongs to the attention of its last layer.
         """
-        norm, projection = NORM, self.projection
-        if projection is None or norm not in self.stored:
-            try:
-                norm, projection = fingerprinted(self.config, self.stored)
-            except LookupError:
-                return None
+        try:
+            norm, projection = fingerprinted(self.config, self.stored)
+        except LookupError:
+            return None
         with safe_open(fetch(self.name, self.stored[projection].file, self.revision), framework="pt") as file:
             row = file.get_slice(self.stored[projection].key)[0:1][0]
         return model_fingerprint(self.config, self.read(norm), row)
@@ -119,9 +133,8 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
 
     Raises:
         ValueError: no such files, or two sets of them; tensors that are missing, unexpected or of another shape than
-            ``config`` says; whole numbers; tied ends that differ; a quantisation whose package is not installed.
+            ``config`` says; whole numbers; tied ends that differ.
     """
-    check_quantisation(name, config)
     if elsewhere := getattr(config, "transformers_weights", None):
         raise ValueError(
             f"{name}: config.json names {shortened(elsewhere)} as transformers_weights, and the weights are read from "
@@ -160,9 +173,18 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
     for pattern, name in TEXT_NAMES.items():
         renamed = {key: re.sub(pattern, name, new) for key, new in renamed.items()}
     if renamed == {key: key for key in found}:
-        return found
+        return {key: place for key, place in found.items() if not key.startswith(VISION)}
     text = [key for key in found if renamed[key] != key or key.startswith("lm_head.")]
     return {renamed[key]: found[key] for key in text}
+
+
+def quantised_bytes(name: str, revision: str | None, config: PretrainedConfig) -> int | None:
+    """Bytes of a model's weights in its files; None unless they stay as small in memory (``quantised.to_load``)."""
+    if quantisation(config) in (None, "compressed-tensors") or options(config).get("dequantize"):
+        return None
+    stored = stored_tensors(name, revision).values()
+    bits = {place.dtype: int(re.sub(r"^\D+(\d*).*", r"\1", place.dtype) or 8) for place in stored}  # "F8_E4M3", "BOOL"
+    return sum(prod(place.shape) * bits[place.dtype] // 8 for place in stored)
 
 
 def weight_files(name: str, revision: str | None = None) -> list[str]:
@@ -199,35 +221,6 @@ def fetch(name: str, file: str, revision: str | None) -> str:
     return hf_hub_download(name, file, revision=revision)
 
 
-def quantisation(config: PretrainedConfig) -> str | None:
-    """The method that a checkpoint is quantised with ("awq", "fp8"); None: it is not."""
-    method = _options(config).get("quant_method", "unknown") if getattr(config, "quantization_config", None) else None
-    return None if method is None else str(getattr(method, "value", method))
-
-
-def _options(config: PretrainedConfig) -> dict[str, Any]:
-    """``quantization_config``, which transformers keeps as a mapping or as an object of its own."""
-    given = config.quantization_config
-    return dict(given if isinstance(given, dict) else given.to_dict())
-
-
-def check_quantisation(name: str, config: PretrainedConfig) -> None:
-    """Raise ValueError where a quantised checkpoint cannot be loaded here: its package or its device is missing."""
-    if (method := quantisation(config)) is None:
-        return
-    try:
-        quantizer = AutoHfQuantizer.from_config(_options(config), pre_quantized=True)
-        with _quiet():
-            quantizer.validate_environment(device_map=None, weights_only=True)
-    except (ImportError, RuntimeError, ValueError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(".")
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            said = f"that needs {error.name}: pip install {error.name}"
-        raise ValueError(
-            f"{name} is quantised ({method}) and cannot be loaded here: {said}; or give the model that it was made from"
-        ) from None
-
-
 def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]) -> None:
     """Raise ValueError where transformers' ``output_loading_info`` lists tensors that are not as ``config`` says."""
     unexpected = set(info["unexpected_keys"])
@@ -258,8 +251,8 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
     except ValueError as error:
         raise not_loaded(error, name, "causal LM", "the config.json of one") from error
     if quantisation(config) is not None:  # else which names are expected would depend on whether a GPU is here
-        config.quantization_config = {**_options(config), "dequantize": True}
-    with _quiet():
+        config.quantization_config = {**options(config), "dequantize": True}
+    with quiet():
         try:
             _, info = type(empty).from_pretrained(
                 None,
@@ -317,17 +310,3 @@ def _exists(name: str, file: str, revision: str | None) -> bool:
     with contextlib.suppress(OSError, HfHubHTTPError, HTTPError):  # offline: what is not in the cache is not read
         return HfApi().file_exists(name, file, revision=revision)
     return False
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' report and progress bar: the errors here say what is wrong."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

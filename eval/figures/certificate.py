@@ -144,15 +144,20 @@ def prompts_of(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> l
             f"begun_tokens and new tokens need {config.begun_tokens + longest:,} positions, but the target and the "
             f"drafter have {lineup.max_context:,}: lower greedy_tokens, new_tokens or begun_tokens"
         )
-    generator = torch.Generator().manual_seed(config.seed)
-    first = torch.randint(target.vocab_size, (config.begun,), generator=generator).tolist()
+    return begun(target, config.begun, config.begun_tokens, config.seed)
+
+
+def begun(target: TargetModel, count: int, length: int, seed: int) -> list[list[int]]:
+    """Return ``count`` prompts of ``length`` tokens that the target samples, after its BOS or one random token."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(target.vocab_size, (count,), generator=generator).tolist()
     bos = getattr(target.config, "bos_token_id", None)
     starts = [[token if bos is None else bos] for token in first]
-    if config.begun_tokens == 1:
+    if length == 1:
         return starts
-    plain, new = make_drafter("autoregressive", target), config.begun_tokens - 1
-    settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "seed": config.seed}
-    result = generate(target, plain, starts, prompt_lengths=_lengths(starts), max_new_tokens=new, **settings)
+    plain = make_drafter("autoregressive", target)
+    settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "seed": seed}
+    result = generate(target, plain, starts, prompt_lengths=_lengths(starts), max_new_tokens=length - 1, **settings)
     return [start + row for start, row in zip(starts, result.tokens.tolist(), strict=True)]
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from drafters import TargetModel
 from drafters.common.wording import dtype_name
 from drafters.layouts.export import export
 from drafters.model.files import resolve_device, resolve_dtype
-from eval.configs import EnginesConfig
+from eval.configs import EnginesConfig, ParityConfig
 from eval.entries import EngineEntry
 from eval.measure.runner import Limits, Method
 from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method
-from eval.prompts.prompts import PromptSet
 
 SPARE = 16  # positions that an engine may need beyond the last draft
 FIRST = 64, 8  # tokens of the first prompt and of its answer, which show that the engine runs
@@ -27,23 +26,32 @@ FIRST = 64, 8  # tokens of the first prompt and of its answer, which show that t
 class Engines:
     """The installed engines, each loaded once.
 
+    Args:
+        config: the target, ``out`` and ``patience``. entries: the engines.
+
     Attributes:
         described: by label, what the report's rows say of each.
         facts: for the report: ``engines`` by label, and ``engines_left_out`` with the reasons.
     """
 
-    def __init__(self, config: EnginesConfig, stack: contextlib.ExitStack, console: Console) -> None:
-        self._config, self._stack, self._console = config, stack, console
+    def __init__(
+        self,
+        config: EnginesConfig | ParityConfig,
+        entries: list[EngineEntry],
+        stack: contextlib.ExitStack,
+        console: Console,
+    ) -> None:
+        self._config, self._entries, self._stack, self._console = config, entries, stack, console
         self._workers: dict[str, Worker] = {}
         self.described: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, Any] = {"engines": {}, "engines_left_out": {}}
 
-    def start(self, target: TargetModel, prompts: PromptSet, limits: Limits) -> None:
-        """Load every installed engine; note the reason for the others."""
+    def start(self, target: TargetModel, prompts: Sequence[list[int]], limits: Limits) -> None:
+        """Load every installed engine, and try it on the first prompt; note the reason for the others."""
         self._vocabulary = target.config.vocab_size
-        longest = max(len(prompt.ids) for prompt in [*prompts.measured, *prompts.warmup])
-        first = question(prompts.warmup[0].ids[: FIRST[0]], limits.seed, 0.0, min(FIRST[1], limits.max_new_tokens))
-        for entry in self._config.engines:
+        longest = max(map(len, prompts))
+        first = question(prompts[0][: FIRST[0]], limits.seed, 0.0, min(FIRST[1], limits.max_new_tokens))
+        for entry in self._entries:
             context = min(longest + limits.max_new_tokens + entry.gamma + SPARE, target.max_context)
             try:
                 worker = self._start(entry, self._job(entry, context, limits), first)

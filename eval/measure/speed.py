@@ -66,7 +66,8 @@ class Session:
         self.facts = describe(config, argv, target, self.prompts)
         self.facts |= {"processes": rank.count} if rank.count > 1 else {}
         if engines is not None:
-            engines.start(target, self.prompts, self.limits)
+            every = [*self.prompts.warmup, *self.prompts.measured]
+            engines.start(target, [prompt.ids for prompt in every], self.limits)
             self.facts |= engines.facts
 
     @property

@@ -85,7 +85,7 @@ def _median_seconds(run: Callable[[], object], device: torch.device, tries: int)
 
 def bytes_per_step(target: TargetModel, context: int) -> dict[str, int]:
     """Return the bytes of weights and cache that decoding one token must read."""
-    return {"weights": target.bytes_read(), "cache": cache_bytes(target.config, 1, context, target.dtype)}
+    return {"weights": target.bytes_read(), "cache": cache_bytes(target.runner.shapes(), 1, context, target.dtype)}
 
 
 def verification_seconds(

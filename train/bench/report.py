@@ -125,6 +125,7 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
         ValueError: those of the training program, or too few batches.
     """
     inputs = open_inputs(config)
+    config = config.settled(lambda: inputs.ends.config.num_hidden_layers)
     store = inputs.train
     if not isinstance(store, FeatureStore):
         raise ValueError("the throughput of features: online is the target's; give a config with a store")

@@ -21,6 +21,7 @@ class OnlineData(Config):
     target_dtype: Dtype = Field("auto", description="dtype of the target; auto: bf16 if it is fast here")
     target_device_map: Literal["auto"] | None = Field(None, description="auto: over all GPUs, in a run of one process")
     target_batch_tokens: Amount = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
+    disk_gb: float | None = Field(None, gt=0, description="GB for a cache of the dialogues' states; default: no cache")
 
 
 class Lora(Config):
@@ -217,7 +218,7 @@ class TrainConfig(Config):
 # Keys that may change on --resume; any other change would make the earlier training invalid.
 LIMITS = {"steps", "epochs", "minutes"}
 MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpointing", "loss_chunk_rows", "threads"}
-MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype"}
+MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype", "data.disk_gb"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
 WATCHING |= {"draft_vocab"}  # of the exported drafter; the loss uses loss_vocab
 WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}

@@ -43,7 +43,8 @@ class LMHeads:
         """The target's LM head with the rows of ``ids`` only: a copy, on the device of its first use."""
         if self.ids is None:
             return self.target
-        return LMHead(self.target.weight[self.ids.to(self.target.weight.device)], self.target.change)
+        ids, bias = self.ids.to(self.target.weight.device), self.target.bias
+        return LMHead(self.target.weight[ids], self.target.change, None if bias is None else bias[ids])
 
     def places(self, tokens: Tensor) -> Tensor:
         """Token ids (int64) -> their rows in ``sliced``; -1 for tokens outside it."""

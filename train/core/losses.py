@@ -194,7 +194,7 @@ def divergence_sum(
 
     Args:
         pairs: of n tokens.
-        lm_head: the target's LM head, or some of its rows; without a bias. Its scale or cap is not for ``own``.
+        lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``own``.
         divergence: one of those above.
         term: a term to add.
         chunk_rows: rows of logits in memory at a time.
@@ -209,8 +209,8 @@ def divergence_sum(
         float32 ``[S]``.
     """
     given = pairs.predictions, pairs.latents, correction, pairs.targets, pairs.weights
-    change = getattr(lm_head, "change", None)
-    sums: Tensor = _Divergence.apply(*given, lm_head.weight, change, divergence, term, chunk_rows, overlap, *own)
+    head = lm_head.weight, lm_head.bias, getattr(lm_head, "change", None)
+    sums: Tensor = _Divergence.apply(*given, *head, divergence, term, chunk_rows, overlap, *own)
     return sums
 
 
@@ -258,6 +258,7 @@ class _Divergence(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor | None,
         weight: Tensor,
+        bias: Tensor | None,
         change: LogitChange | None,
         divergence: Divergence,
         term: TopK | TextTokens | None,
@@ -269,7 +270,7 @@ class _Divergence(torch.autograd.Function):
         heads = own * len(predictions) if shared else own or [weight] * len(predictions)
         wide = torch.promote_types(predictions.dtype, torch.float32)
         # Summed over the chunks in float32, as gradients are over micro-batches.
-        wanted = zip(own, ctx.needs_input_grad[11:], strict=True)
+        wanted = zip(own, ctx.needs_input_grad[12:], strict=True)
         own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
         totals = torch.zeros(len(predictions), dtype=wide, device=predictions.device)
         gradient = torch.empty_like(predictions)
@@ -280,11 +281,11 @@ class _Divergence(torch.autograd.Function):
         for start in range(0, len(targets), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
-            p, known = _distribution(targets[rows], weight, change, wide)
+            p, known = _distribution(targets[rows], weight, bias, change, wide)
             chosen = None if term is None else term.choose(p, rows)
             for k, (total, ours, slopes) in enumerate(zip(totals, predictions, gradient, strict=True)):
                 each = None if weights is None else weights[k, rows].to(wide)
-                logits = F.linear(ours[rows], heads[k])
+                logits = F.linear(ours[rows], heads[k], None if own else bias)
                 changed = None if change is None or own else change(logits)
                 logits = logits if changed is None else changed
                 if latents is not None and correction is not None:
@@ -321,7 +322,7 @@ class _Divergence(torch.autograd.Function):
         every = grads[0][:, None, None]
         of_latents = None if by_latents is None else (by_latents * every).to(gradient.dtype)
         of_correction = None if by_correction is None else (by_correction * grads[0][0]).to(gradient.dtype)
-        return (gradient * every).to(gradient.dtype), of_latents, of_correction, *[None] * 8, *of_own
+        return (gradient * every).to(gradient.dtype), of_latents, of_correction, *[None] * 9, *of_own
 
 
 def _with_term(
@@ -336,10 +337,12 @@ def _with_term(
     return part + more, slope
 
 
-def _distribution(targets: Tensor, weight: Tensor, change: LogitChange | None, wide: torch.dtype) -> tuple[Tensor, Any]:
+def _distribution(
+    targets: Tensor, weight: Tensor, bias: Tensor | None, change: LogitChange | None, wide: torch.dtype
+) -> tuple[Tensor, Any]:
     """p ``[n, V]`` of features; or of tokens, with a column that is 0 for tokens outside the LM head's ``[n, 1]``."""
     if targets.is_floating_point():
-        logits = F.linear(targets, weight)
+        logits = F.linear(targets, weight, bias)
         return (logits if change is None else change(logits)).softmax(-1, dtype=wide), None
     known = (targets >= 0).to(wide)[:, None]
     return known.new_zeros(len(targets), len(weight)).scatter_(1, targets.clamp_min(0)[:, None], known), known

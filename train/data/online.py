@@ -1,12 +1,13 @@
-"""Features computed by the target while a drafter trains: no store, no disk.
+"""Features computed by the target while a drafter trains: no store, and no disk but that of a cache.
 
 The dialogues are those that data_prep.features would store, in the same order: the same reader, tokenizer, mask and
 checks. A micro-batch's dialogues go through the target together, packed into rows as long as the longest of them, and
-their features stay on the device.
+their features stay on the device. Dialogues in the cache (train/data/cache.py) are read instead.
 """
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from drafters.model.files import resolve_dtype
 from drafters.model.rows import Rows
 from drafters.model.target import TargetModel
 from train.core.config import OnlineData, TrainConfig
+from train.data.cache import Cache, fill_cache
 from train.data.packing import Batch, Span, split_evenly
 
 States = dict[int | None, Tensor]  # by layer, the hidden states after it; None: the features
@@ -41,12 +43,14 @@ class OnlineFeatures:
 
     Attributes:
         target: must be set before the first ``complete``.
+        cache: states that are not computed again; see ``fill``.
     """
 
     target: TargetModel
+    cache: Cache | None = None
 
     def __init__(self, split: EncodedSplit, header: StoreManifest, batch_tokens: int) -> None:
-        self.split, self.batch_tokens = split, batch_tokens
+        self.split, self.header, self.batch_tokens = split, header, batch_tokens
         self.lengths = torch.tensor(split.lengths)
         count, trained = len(split.dialogues), sum(int(one.loss_mask.sum()) for one in split.dialogues)
         counts = {"dialogues": count, "consumed": count, "tokens": split.tokens, "response_tokens": trained}
@@ -63,6 +67,11 @@ class OnlineFeatures:
         ids, mask = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask)
         return StoredDialogue(ids, mask, none, dict.fromkeys(taps, none))
 
+    def fill(self, folder: Path, disk_gb: float) -> None:
+        """Cache as many dialogues as ``disk_gb`` holds in ``folder``; on all ranks. Raises as ``fill_cache``."""
+        split, rank = self.split, find_rank(None, None)
+        self.cache = fill_cache(folder, disk_gb, split, self.header, self.target, self.batch_tokens, rank)
+
     @torch.no_grad()
     def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
         """``batch`` with features and taps ``[R, L, H]`` on the target's device, zeros in the padding.
@@ -76,6 +85,22 @@ class OnlineFeatures:
         states = {key: torch.zeros(shape, dtype=dtype, device=device) for key in keys}
         # The places of the dialogues; a batch of a rank without work has no spans, and is one dialogue.
         places = batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
+        places = [span for span in places if not self._read(batch, span, states)]
+        if places:
+            self._compute(batch, places, states)
+        bad = torch.stack([~states[key].isfinite().all(-1) for key in keys]).any()
+        loss_mask = self._leave_out(batch, places, states) if bool(bad) else batch.loss_mask
+        return replace(batch, loss_mask=loss_mask, features=states[None], taps={key: states[key] for key in taps})
+
+    def _read(self, batch: Batch, span: Span, states: States) -> bool:
+        """Copy a cached dialogue into ``states``; False if it is not cached."""
+        if self.cache is None:
+            return False
+        own = {key: span.of(values) for key, values in states.items()}
+        return self.cache.read(span.dialogue, span.of(batch.input_ids), own)
+
+    def _compute(self, batch: Batch, places: list[Span], states: States) -> None:
+        """Run the target on the dialogues at ``places``, in rows of up to ``batch_tokens``, and fill ``states``."""
         lengths = [span.length for span in places]
         shares = split_evenly(list(range(len(places))), lengths, -(-sum(lengths) // max(lengths)))
         if max(sum(lengths[index] for index in share) for share in shares) > self.batch_tokens:
@@ -86,9 +111,6 @@ class OnlineFeatures:
         for alike in ([row for row in rows if len(row) == 1], [row for row in rows if len(row) > 1]):
             for first in range(0, len(alike), at_once):
                 self._forward(batch, alike[first : first + at_once], states)
-        bad = torch.stack([~states[key].isfinite().all(-1) for key in keys]).any()
-        loss_mask = self._leave_out(batch, places, states) if bool(bad) else batch.loss_mask
-        return replace(batch, loss_mask=loss_mask, features=states[None], taps={key: states[key] for key in taps})
 
     def _forward(self, batch: Batch, rows: list[list[Span]], states: States) -> None:
         """Run the target on ``rows`` of dialogues, padded on the right, and write the result into ``states``."""
@@ -144,15 +166,15 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
         date: for a chat template that prints the date; default: today.
 
     Raises:
-        ValueError: a missing or unreadable data file, one file given for both splits, an exit layer that the target
-            does not have, a ``max_length`` above its context, a tokenizer that does not fit, or no dialogue left.
+        ValueError: a missing or unreadable data file, one file given for both splits, a layer that the target does not
+            have, a ``max_length`` above its context, a tokenizer that does not fit, or no dialogue left.
     """
     data = config.data
     assert data is not None
     rank = find_rank(None, None)  # torch.distributed is not started yet
     refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
     chat = load_tokenizer(config.target, config.revision, data.chat_template, date)
-    headers = make_headers(as_feature_keys(config, data), chat)
+    headers = make_headers(as_feature_keys(config, data), chat, heads=[config.drafter])
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         encoded = encode_split(source, chat, data.max_length, data.limit)

@@ -40,7 +40,7 @@ from train.data.online import OnlineFeatures, as_feature_keys
 from train.data.packing import Source
 from train.preflight import estimate
 from train.preflight.workload import SAMPLE, Workload, estimate_workload, store_workload
-from train.run.files import check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
+from train.run.files import CACHE, check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
 from train.run.inputs import check_taps, open_inputs
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
@@ -230,7 +230,7 @@ def read_dialogues(config: TrainConfig) -> OnlineFeatures:
     data = config.data
     assert data is not None
     chat = load_tokenizer(config.target, config.revision, data.chat_template)
-    headers = make_headers(as_feature_keys(config, data), chat)
+    headers = make_headers(as_feature_keys(config, data), chat, heads=[config.drafter])
     first = min(SAMPLE, data.limit or SAMPLE)
     encode_split(data.train, chat, data.max_length, first)
     heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
@@ -297,6 +297,11 @@ def add_features_disk(
     if store is not None:
         text = size_text(store.manifest.size)
         report.add(name, f"{text}, already there", f"features {text}")
+    elif config.data is not None and config.data.disk_gb is not None:
+        whole, cached = cache_bytes(config, target, workload)
+        text = f"cache of {size_text(cached)}, {cached / whole:.0%} of the dialogues (data.disk_gb)"
+        room = partial(check_room, config.out / CACHE, cached, "the cache", "lower data.disk_gb, or set it to null")
+        report.check(name, room, text, f"cache {size_text(cached)}")
     elif isinstance(features, str):
         report.add(name, "none: features: online", "no features on disk")
     else:
@@ -306,6 +311,14 @@ def add_features_disk(
         fix = "give `features` a folder on another disk"
         room = partial(check_room, features, int8, "the folder of features in int8", fix)
         report.check(name, room, text, f"features {text}")
+
+
+def cache_bytes(config: TrainConfig, target: PretrainedConfig, workload: Workload) -> tuple[float, float]:
+    """Bytes of all dialogues' states in an online run, and of those that ``data.disk_gb`` keeps."""
+    assert config.data is not None
+    dtype = "bfloat16" if config.data.target_dtype == "auto" else config.data.target_dtype
+    whole = workload.tokens * token_bytes(target.hidden_size, len(config.taps), dtype)
+    return whole, min(whole, 1e9 * (config.data.disk_gb or 0.0))
 
 
 def add_time(
@@ -340,8 +353,10 @@ def add_time(
         width = target.num_attention_heads * head_sizes(target)[1]
         forward = 2 * estimate.target_parameters(target)[1] + 2 * width * lengths[0] * target.num_hidden_layers
         count, passes = workload.tokens, "one pass of the target over the data"
-        if config.data is not None and tokens:  # again in every epoch
-            count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
+        if config.data is not None and tokens:  # again in every epoch, unless cached
+            whole, cached = cache_bytes(config, target, workload)
+            count = round(tokens - cached / whole * max(0, tokens - workload.tokens))
+            passes = f"the target's pass over each of {count:,} tokens"
         text = _hours(count * forward / assumed / 3600)
         report.add("time: features", f"{text} of {passes}, at the same share of the peak", f"{text} for the features")
 

@@ -4,6 +4,7 @@ config.json, model.safetensors   the trained drafter (drafters.hub.checkpoint)
 run.json                         how to run it again: config, arguments, commit, versions
 metrics.jsonl, tensorboard/      figures by step
 summary.json, summary.png        its results (`python -m train.summary` makes them again)
+cache/                           states that the target computed, with `data.disk_gb` (train/data/cache.py)
 state/step-*/, state/latest      resumable states (train/run/state.py): the newest two, `latest` names the newest
 """
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 KEPT_STATES = 2
 PACKING = 2  # version of `epoch_batches` in train/data/packing.py: raised when the same seed gives other batches
 METRICS = "metrics.jsonl"
+CACHE = "cache"  # folder of the states that an online run keeps (train/data/cache.py)
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 
 
@@ -154,15 +156,15 @@ def read_info(run: Path) -> dict[str, Any]:
 
 
 def clear_dead_run(run: Path) -> None:
-    """Delete the files of a run that died before its first state, so that figures of two runs do not mix."""
+    """Delete the figures of a run that died before its first state, so that those of two runs do not mix."""
     if run.exists() and _is_dead(run):
-        for path in run.iterdir():
+        for path in (path for path in run.iterdir() if path.name != CACHE):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _is_dead(run: Path) -> bool:
     """True if the folder holds only a run's own files, and no state and no drafter."""
-    own = {"state", *FIGURES, *(f".{name}.tmp" for name in FIGURES)}
+    own = {"state", CACHE, *FIGURES, *(f".{name}.tmp" for name in FIGURES)}
     names = {path.name for path in run.iterdir()}
     return bool(names) and names <= own and all(path.name.startswith(".") for path in (run / "state").glob("*"))
 
@@ -242,7 +244,8 @@ def trained_parameters(module: "nn.Module") -> int:
 def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
     """Raise ValueError unless the states and exports of ``module`` fit on the run folder's disk."""
     run = config.out
-    there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
+    files = [path for path in run.rglob("*") if path.is_file() and not path.is_relative_to(run / CACHE)]
+    there = sum(path.stat().st_size for path in files)
     what = f"the run folder {run} (states and exports of {trained_parameters(module):,} trained parameters)"
     check_room(run, run_folder_bytes(config, module) - there, what, "give an `out` on another disk, or make room")
 

@@ -9,14 +9,17 @@ import torch
 from data_prep.dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.store.manifest import StoreManifest
 from data_prep.store.reader import FeatureStore
+from drafters.common.states import READS, no_taps, state_name
 from drafters.hub.checkpoint import TargetIdentity
 from drafters.model.ends import FrozenEnds, load_frozen_ends
+from drafters.model.files import load_config_only
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
 from train.core.runtime import dtype_of
+from train.data.cache import check_disk
 from train.data.online import OnlineFeatures, load_target, open_online
 from train.data.packing import Source
-from train.run.files import begun_on
+from train.run.files import CACHE, begun_on
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Inputs:
     target: TargetModel | None = None
 
     def load_target(self, config: TrainConfig, device: torch.device) -> None:
-        """Load the target of ``features: online`` onto ``device``; stores need none."""
+        """Load the target of ``features: online`` onto ``device`` and fill its cache; stores need neither."""
         if not isinstance(self.train, OnlineFeatures) or not isinstance(self.heldout, OnlineFeatures):
             return
         self.target = self.train.target = self.heldout.target = target = load_target(config, device)
@@ -40,6 +43,8 @@ class Inputs:
         for ours, theirs in shared:  # the two largest matrices, if dtype and device are the same
             if (ours.weight.dtype, ours.weight.device) == (theirs.weight.dtype, theirs.weight.device):
                 ours.weight = theirs.weight
+        if config.data is not None and config.data.disk_gb is not None:
+            self.train.fill(config.out / CACHE, config.data.disk_gb)
 
 
 def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
@@ -48,12 +53,17 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
     ``device``: where the ends go; "meta" reads only their shapes.
 
     Raises:
-        ValueError: no store, one of another target, a missing tap, or no such target; or as ``open_online``.
+        ValueError: no store, one of another target, a missing tap, no such target, or a disk too small for the cache;
+            or as ``open_online``.
     """
     dtype = dtype_of(config)
+    if config.taps:
+        check_taps(config, config.target, load_config_only(config.target, config.revision).num_hidden_layers)
     if isinstance(config.features, str):
         texts = open_online(config, begun_on(config.out))
         check_batch_tokens(config, texts[0])
+        if config.data is not None and config.data.disk_gb is not None:
+            check_disk(config.out / CACHE, texts[0].split, texts[0].header, config.data.disk_gb)
         return Inputs(load_frozen_ends(config.target, dtype=dtype, revision=config.revision), *texts)
     train, heldout = (FeatureStore.open(config.features / split) for split in ("train", "heldout"))
     ends = load_frozen_ends(config.target, dtype=dtype, device=device, revision=config.revision)
@@ -111,15 +121,27 @@ def check_store(config: TrainConfig, store: FeatureStore, target: TargetIdentity
             f"({'; '.join(differing)}); set or restore that target, or make the features again with {target.name!r}"
         )
     check_taps(config, target.name, target.num_hidden_layers)
-    if missing := [layer for layer in config.taps if layer not in manifest.taps]:
+    if missing := [tap for tap in config.taps if tap not in manifest.taps]:
+        names = "; ".join(f"{state_name(tap)} (tap {tap})" for tap in missing)
         raise ValueError(
-            f"{store.path} holds no hidden states after layer {missing[0]}, only taps {manifest.taps}; set the exit "
-            f"layer to one of these, or make the features again with exit_layers: {missing}"
+            f"{store.path} lacks {names}; it has the taps {manifest.taps or 'none'}. One more pass adds the states: "
+            f"python -m data_prep.features --config F {states_asked(config, manifest, target.num_hidden_layers)} "
+            "out=NEW, where F is the config of these features; then set features=NEW"
         )
+
+
+def states_asked(config: TrainConfig, manifest: StoreManifest, layers: int) -> str:
+    """The keys with which data_prep.features stores the states of ``manifest`` and those that the drafter reads."""
+    with suppress(ValueError):  # a target too shallow for the method's default
+        if sorted(config.taps) == READS.get(config.drafter, no_taps)(layers):
+            return f"'for=[{config.drafter}]' 'exit_layers={manifest.taps}'"
+    return f"'exit_layers={sorted({*manifest.taps, *config.taps})}'"
 
 
 def check_taps(config: TrainConfig, target: str, layers: int) -> None:
     """Raise ValueError if the drafter reads a layer that ``target`` lacks."""
-    for layer in config.taps:
-        if layer >= layers:
-            raise ValueError(f"exit layer {layer} must be below the {layers} layers of {target!r}")
+    if beyond := [tap for tap in config.taps if not 0 <= tap < layers]:
+        raise ValueError(
+            f"{config.drafter} reads tap {beyond[0]}, the state after {beyond[0]} layers, and {target!r} has {layers} "
+            f"layers; choose from 1 to {layers - 1}"
+        )

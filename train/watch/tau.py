@@ -62,6 +62,9 @@ class HeldoutTau:
         """``heldout_tau`` (of EAGLE's chain, of Kangaroo), ``heldout_tau_tree`` (EAGLE), and by kind of draft
         ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.loop.generate defines them.
 
+        These pool the steps of all prompts. In ``heldout_tau_by_prompt`` and ``heldout_tau_tree_by_prompt``, means of
+        the prompts' own tau, a short answer counts as much as a long one.
+
         Raises:
             ValueError: the target cannot be loaded.
             torch.OutOfMemoryError: target and training do not fit together.
@@ -70,26 +73,26 @@ class HeldoutTau:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
             with torch.random.fork_rng(devices=devices):
-                traces = self._decode(self.task.drafters(self._load(), weights))  # the drafters hold the target
+                by_prompt = self._decode(self.task.drafters(self._load(), weights))  # the drafters hold the target
         finally:
             if not (self.config.tau_keep_target or self._given):
                 self._target = None
             collect_memory()
         found = {"tau_seconds": round(time.monotonic() - began, 2)}
-        for kind, trace in traces.items():
-            found |= trace_figures(kind, trace)
+        for kind, traces in by_prompt.items():
+            found |= trace_figures(kind, traces)
         return found
 
-    def _decode(self, drafters: dict[str, Drafter]) -> dict[str, Trace]:
-        """One trace per drafter, all over the same prompts, as many as the time allows."""
-        traces = {kind: Trace() for kind in drafters}
+    def _decode(self, drafters: dict[str, Drafter]) -> dict[str, list[Trace]]:
+        """One trace per drafter and prompt, all over the same prompts, as many as the time allows."""
+        traces: dict[str, list[Trace]] = {kind: [] for kind in drafters}
         began = time.monotonic()
         for number, prompt in enumerate(self.prompts):
             if number and time.monotonic() - began > MOST_SECONDS:
                 break
             for kind, drafter in drafters.items():
                 result = generate(drafter.target, drafter, [prompt], max_new_tokens=self.config.tau_new_tokens)
-                traces[kind].steps += result.trace.steps
+                traces[kind].append(result.trace)
         return traces
 
     def _load(self) -> TargetModel:
@@ -100,10 +103,11 @@ class HeldoutTau:
         return self._target
 
 
-def trace_figures(kind: str, trace: Trace) -> dict[str, float]:
-    """The figures of one kind of draft, "chain" or "tree", for metrics.jsonl."""
+def trace_figures(kind: str, traces: list[Trace]) -> dict[str, float]:
+    """The figures of one kind of draft, "chain" or "tree", for metrics.jsonl; ``traces``: one for each prompt."""
     name = "heldout_tau" if kind == "chain" else f"heldout_tau_{kind}"
-    found = {name: trace.tau}
+    trace = Trace([step for each in traces for step in each.steps])
+    found = {name: trace.tau, f"{name}_by_prompt": sum(each.tau for each in traces) / len(traces)}
     found |= {f"heldout_{kind}_ctar_{w}": trace.ctar(w) for w in CTAR_WIDTHS}
     alphas = ((n, trace.n_alpha(n)) for n in range(len(CTAR_WIDTHS)))
     return found | {f"heldout_{kind}_alpha_{n}": alpha for n, alpha in alphas if alpha is not None}

@@ -1,0 +1,326 @@
+"""EAGLE-3 heads for other programs: config.json and tensors in their forms, what each cannot serve, and the check."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from drafters.common.states import from_outputs, state_name, to_inputs, to_outputs
+from drafters.common.wording import dtype_name
+from drafters.config import validate
+from drafters.hub.checkpoint import load_state
+from drafters.hub.declared import READERS
+from drafters.layouts.config import CONFIG_FILE, MADE_FROM, made_from, older_keys, rope
+from drafters.layouts.eagle3 import (
+    FLAGS,
+    IDS,
+    OFFICIAL,
+    SGLANG,
+    SPECULATORS,
+    T2D,
+    VLLM,
+    architecture_of,
+    flattened,
+    read,
+    renamed,
+    standard_taps,
+)
+from drafters.layouts.readme import Form
+from drafters.layouts.released import EMBEDDING, another_target, in_one_dtype, rope_problems, weights_text
+from drafters.methods.eagle3 import D2T, Eagle3Head, Eagle3Options, draft_ids, head_kind
+from drafters.model.files import load_config_only
+
+STEPS = 5  # tokens of a draft in speculators' config.json; engines take another number on their command line
+SPECULATORS_VERSION = "0.9.0"  # whose form is written
+LLAMA_CPP_SINCE = "July 2026 (pull request 25794)"  # reads the numbers of the states; before, it took the usual ones
+# Programs that load a folder with this architecture, if they read the same states in it.
+_LOADED_BY = {OFFICIAL: ("official", "vllm"), SGLANG: ("vllm", "sglang", "llama.cpp")}
+_LOADED_BY |= {VLLM["llama"]: ("vllm", "llama.cpp"), VLLM["qwen3"]: ("vllm",)}
+_LOADED_BY |= dict.fromkeys(SPECULATORS, ("vllm", "speculators"))
+_LAYER = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
+_LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id eos_token_id pad_token_id"
+# Families, by model_type, whose classes in SGLang 0.5.23 take an id for an output only if the first id is 1.
+_GUESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+# Families of targets, by model_type, that hand over their states: the official code's (February 2026) and SGLang's
+# classes (0.5.23). vLLM 0.32 does for most that it serves.
+_TARGETS = {
+    "official": ("llama", "qwen3"),
+    "sglang": (
+        "apertus",
+        "bailing_moe",
+        "exaone_moe",
+        "gemma3",
+        "gemma3_text",
+        "gemma4",
+        "glm4_moe",
+        "gpt_oss",
+        "llama",
+    )
+    + ("minimax_m2", "ministral3", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", *_GUESSED),
+}
+
+
+def form(
+    checkpoint: str,
+    to: str,
+    options: Eagle3Options,
+    target: PretrainedConfig,
+    weights: dict[str, Tensor],
+    origin: dict[str, Any],
+) -> Form:
+    """The head in the form of ``to``, which can serve it (``why_not``); see ``exported``.
+
+    Raises:
+        ValueError: the weights do not fit the options.
+    """
+    load_state(Eagle3Head(target, options), weights, checkpoint)
+    config, found = exported(to, in_one_dtype(weights), options, target, origin)
+    refused = check_head(config, renamed(found), target, checkpoint)
+    told = notices(to, options, target)
+    if (without := no_target(to, target.model_type)) is not None:
+        told.insert(0, f"{READERS[to]} cannot serve this today: {without}; the folder has its layout")
+    able = [one for one in READERS if refused[one] is None and (one == to or not no_target(one, target.model_type))]
+    return Form(config, found, None, tuple(able), told)
+
+
+def exported(
+    to: str, weights: Mapping[str, Tensor], options: Eagle3Options, target: PretrainedConfig, origin: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and tensors of a head in the form of ``to``, which can serve it (``why_not``).
+
+    Args:
+        weights: of ``Eagle3Head``, in one dtype but for d2t.
+        origin: what ``made_from`` is to say of the checkpoint and its target.
+    """
+    names = {"layers.0.": "midlayer."} if to in ("official", "sglang") else {}
+    found = dict(weights)
+    if (offsets := found.pop(D2T, None)) is not None and len(offsets) < target.vocab_size:
+        chosen = torch.zeros(target.vocab_size, dtype=torch.bool)
+        chosen[draft_ids(offsets, target.vocab_size)] = True
+        found |= {D2T: offsets, T2D: chosen}
+    for ours, theirs in names.items():
+        found = {name.replace(ours, theirs): value for name, value in found.items()}
+    return _config(to, options, target, dtype_name(weights["fc.weight"].dtype), origin), found
+
+
+def _config(
+    to: str, options: Eagle3Options, target: PretrainedConfig, dtype: str, origin: Mapping[str, Any]
+) -> dict[str, Any]:
+    shape: Any = head_kind(target, options).config
+    turning, taps = rope(shape.to_dict()), list(options.taps)
+    layer = {key: getattr(shape, key) for key in _LAYER.split()} | {"model_type": options.layer}
+    layer |= {"num_hidden_layers": options.layers, "attention_bias": False, "mlp_bias": False}
+    layer |= {"tie_word_embeddings": False, "rope_parameters": turning, **older_keys(turning)}
+    head: dict[str, Any] = {flag: getattr(options, flag) for flag in FLAGS}
+    head |= {"draft_vocab_size": options.draft_vocab_size or target.vocab_size, "dtype": dtype, "torch_dtype": dtype}
+    head |= {"tie_word_embeddings": False, MADE_FROM: {**origin, **_told(to, options, target, turning)}}
+    if to == "speculators":
+        proposal = {"proposal_type": "greedy", "speculative_tokens": STEPS, "verifier_accept_k": 1}
+        verifier = {"name_or_path": origin["target"], "architectures": list(target.architectures or [])}
+        return head | {
+            "architectures": [SPECULATORS[0]],
+            "speculators_model_type": "eagle3",
+            "speculators_version": SPECULATORS_VERSION,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal | {"accept_tolerance": 0.0}],
+                "verifier": verifier,
+            },
+            "transformer_layer_config": layer,
+            IDS: to_inputs(taps),
+            "embed_requires_grad": False,
+        }
+    architecture = {"official": OFFICIAL, "sglang": SGLANG}.get(to, VLLM[options.layer])
+    ids = to_outputs(taps) if to == "sglang" else to_inputs(taps)
+    eagle = {IDS: ids, "use_aux_hidden_state": True, "norm_before_fc": options.norm_before_fc}
+    found = {**layer, **head, "architectures": [architecture], "eagle_config": eagle, "bias": False}
+    found["num_aux_hidden_states"] = len(taps)
+    if to != "official":  # which would leave its embedding random
+        found["target_hidden_size"] = target.hidden_size
+    if to == "sglang" and not options.own_lm_head:  # then it drafts with the target's LM head
+        found["draft_vocab_size"] = None
+    if turning["rope_type"] == "llama3":  # llama.cpp looks for it there
+        found["original_max_position_embeddings"] = turning["original_max_position_embeddings"]
+    return found
+
+
+def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``made_from`` says so that no reader has to guess."""
+    counted = "outputs of layers: hidden states - 1" if to == "sglang" else "inputs of layers: hidden states"
+    after = "after" if options.norm_output else "before"
+    return {
+        "layer": options.layer,
+        "taps": list(options.taps),
+        "states": [told_state(tap, target.num_hidden_layers) for tap in options.taps],
+        IDS: counted,
+        "fed_back": f"the layer's output {after} the final norm",
+        "rope": dict(turning),
+        "target_layers": target.num_hidden_layers,
+    }
+
+
+def told_state(tap: int, layers: int) -> str:
+    """The target's hidden state ``tap`` in all numberings; the last one is no ``hidden_states`` of transformers, which
+    norms it."""
+    if tap == layers:
+        return f"output of layer {tap - 1}, before the target's final norm"
+    return f"input of layer {tap} = {state_name(tap)}"
+
+
+def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | None:
+    """Why ``to`` cannot serve a head with these ``options``; None if it can."""
+    taps, usual = list(options.taps), standard_taps(target.num_hidden_layers)
+    shape: Any = head_kind(target, options).config
+    flags = [flag for flag in FLAGS if getattr(options, flag)]
+    plain_heads = shape.head_dim * shape.num_attention_heads == shape.hidden_size
+    kind, several = rope(shape.to_dict())["rope_type"], options.layers > 1
+    qwen3 = options.layer == "qwen3"
+    one_layer = (several, f"it has one layer, and the head {options.layers}")
+    no_qwen3 = (qwen3, "it has no norms of queries and keys (layer: qwen3); train one with layer=llama")
+    own_head = (not options.own_lm_head, "it needs an LM head of the head's own; train one with own_lm_head=true")
+    rules: dict[str, list[tuple[bool, str]]] = {
+        "official": [
+            (taps != usual, f"it reads the hidden states {usual} of this target, and the head reads {taps}"),
+            (bool(flags), f"it does not know {', '.join(flags)}"),
+            (not plain_heads, f"its heads are hidden_size / num_attention_heads wide, and these {shape.head_dim}"),
+            (kind != "default", f"it knows no RoPE of type {kind!r}"),
+            one_layer, no_qwen3, own_head,
+        ],
+        "vllm": [],
+        "sglang": [
+            (options.norm_before_residual, "it does not know norm_before_residual"),
+            (taps[-1] == target.num_hidden_layers, "it hands over no state after the target's last layer"),
+            (
+                target.model_type in _GUESSED and taps[0] != 2,
+                f"with targets of the family {target.model_type!r} it misreads the states unless the first is 2",
+            ),
+            one_layer, no_qwen3,
+        ],
+        "speculators": [own_head],
+        "llama.cpp": [
+            (len(taps) != 3, f"it reads three hidden states, and the head {len(taps)}"),
+            (options.fc_norm or options.norm_output, "its converter knows no fc_norm and no norm_output (EAGLE-3.1)"),
+            one_layer, no_qwen3,
+        ],
+    }  # fmt: skip
+    if taps != sorted({*taps}):
+        return f"it hands states over in the order of the layers, and taps are {taps}; train one with {sorted({*taps})}"
+    return next((reason for wrong, reason in rules[to] if wrong), None)
+
+
+def no_target(to: str, family: str) -> str | None:
+    """Why ``to`` cannot run targets of this ``family`` (a model_type) beside an EAGLE-3 head; None if it can."""
+    if to not in _TARGETS or family in _TARGETS[to]:
+        return None
+    return f"its targets of the family {family!r} hand over no states for EAGLE-3"
+
+
+def notices(to: str, options: Eagle3Options, target: PretrainedConfig) -> list[str]:
+    """What a user of the export has to know."""
+    found, usual = [], standard_taps(target.num_hidden_layers)
+    if options.draft_vocab_size == target.vocab_size:
+        found.append(f"{D2T} is left out: the draft vocabulary is the target's")
+    if to == "llama.cpp" and (list(options.taps) != usual or options.norm_before_fc):
+        found.append(f"convert it with a llama.cpp of {LLAMA_CPP_SINCE} or later; older ones read the states {usual}")
+    return found
+
+
+def read_by(to: str, config: Mapping[str, Any], layers: int) -> list[int]:
+    """The target's hidden states that ``to`` would read with this ``config.json``."""
+    nested = (config.get("eagle_config") or {}).get(IDS)
+    if to == "sglang":
+        return standard_taps(layers) if nested is None else from_outputs(nested)
+    given = config.get(IDS) or nested
+    return standard_taps(layers) if given is None or to == "official" else list(given)
+
+
+def check_head(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str
+) -> dict[str, str | None]:
+    """For each program: None if it serves this head as it was trained, or why not.
+
+    Args:
+        weights: ``renamed``.
+
+    Raises:
+        ValueError: everything that is wrong with the head, whichever program loads it.
+    """
+    options = validate(Eagle3Options, read(config, weights, target, source).options, source=source)
+    if found := _problems(config, weights, options, target):
+        raise ValueError(f"{source} is not an EAGLE-3 head that would be served as it is: {'; '.join(found)}")
+    loaded, refused = _LOADED_BY.get(architecture_of(config), ()), dict[str, str | None]()
+    for to in READERS:
+        states = read_by(to, config, target.num_hidden_layers)
+        refused[to] = why_not(to, options, target)
+        if to not in loaded:
+            refused[to] = f"another form; export it once more: --to {to}"
+        elif states != options.taps and refused[to] is None:
+            refused[to] = f"it would read the hidden states {states}, and the head was trained on {options.taps}"
+    return refused
+
+
+def check(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], to: str | None, target: str | None
+) -> str:
+    """Check a folder in the form of an engine against its ``target``, a folder or Hub repository; what it is, in words.
+
+    Args:
+        to: the program that must be able to serve it; None: any.
+
+    Raises:
+        ValueError: everything that is wrong with it.
+    """
+    if target is None:
+        raise ValueError(f"{folder} is an EAGLE-3 head, which is checked against its target; add --target MODEL")
+    refused = check_head(config, renamed(weights), load_config_only(target), str(folder))
+    if found := another_target(config, target):
+        raise ValueError(f"{folder}: {found}")
+    if to is not None and refused[to] is not None:
+        raise ValueError(f"{folder} is not for {READERS[to]}: {refused[to]}")
+    if not (able := [READERS[one] for one, reason in refused.items() if reason is None]):
+        reasons = "; ".join(f"not for {READERS[one]}: {reason}" for one, reason in refused.items())
+        raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
+    return f"{folder} is an EAGLE-3 head for {' and '.join(able)}, {weights_text(weights)}, for {target}"
+
+
+def _problems(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], options: Eagle3Options, target: PretrainedConfig
+) -> list[str]:
+    flat = flattened(config, CONFIG_FILE)
+    layer = config.get("transformer_layer_config", config)
+    found = rope_problems(layer)
+    if (trained := made_from(config).get("rope")) not in (None, rope(layer)):
+        found.append(f"RoPE is {rope(layer)}, and was {trained} in training")
+    if (longest := flat.get("max_position_embeddings") or 2048) < target.max_position_embeddings:
+        found.append(
+            f"max_position_embeddings is {longest:,}, and {target.max_position_embeddings:,} in the target: acceptance "
+            "falls to nothing there"
+        )
+    if architecture_of(config) not in _LOADED_BY:
+        known = ", ".join(_LOADED_BY)
+        found.append(f"architectures is {architecture_of(config) or 'not given'}; known: {known}")
+    if architecture_of(config) == OFFICIAL and "target_hidden_size" in config:
+        found.append("target_hidden_size is given, with which the official code leaves the embedding random")
+    with torch.device("meta"):
+        wanted = Eagle3Head(target, options).state_dict()
+    allowed = {*wanted, EMBEDDING, T2D}
+    if missing := sorted(wanted.keys() - weights.keys()):
+        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
+    if unknown := sorted(weights.keys() - allowed):
+        found.append(f"unknown tensors: {', '.join(unknown)}")
+    for name in sorted(wanted.keys() & weights.keys()):
+        if weights[name].shape != wanted[name].shape:
+            found.append(f"{name} is {list(weights[name].shape)}, and {CONFIG_FILE} says {list(wanted[name].shape)}")
+        elif weights[name].is_floating_point() and not torch.isfinite(weights[name]).all():
+            found.append(f"{name} holds NaN or infinite values")
+    dtypes = {dtype_name(value.dtype) for name, value in weights.items() if name not in (D2T, T2D)}
+    said = flat.get("dtype") or flat.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    if not dtypes <= {"float32", "bfloat16", "float16"} or len(dtypes) > 1:
+        found.append(f"the tensors are {', '.join(sorted(dtypes))}; all must be one of float32, bfloat16, float16")
+    elif said is not None and dtype_name(said) not in dtypes:
+        found.append(f"the tensors are {', '.join(dtypes)}, and {CONFIG_FILE} says dtype {said!r}")
+    return found

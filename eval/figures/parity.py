@@ -1,0 +1,177 @@
+"""Compare the acceptance of a head in an engine with that in our loop, and find the convention that is wrong.
+
+The engine and our loop decode the same prompts greedily, with drafts that are chains of K tokens. Where acceptance
+differs, the loop decodes them again with each known mistake, and the mistakes that reproduce the engine's are named.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from data_prep.common.progress import Bar
+from drafters import drafter_class, generate, load_drafter
+from drafters.cli.program import Failure
+from drafters.common.machine import environment
+from drafters.common.provenance import load_average
+from drafters.common.threads import set_threads
+from drafters.hub.checkpoint import drafter_type
+from drafters.loop.call import eos_ids
+from drafters.loop.generate import Trace
+from drafters.methods.eagle import EagleDrafter
+from eval.configs import ParityConfig
+from eval.entries import EngineEntry
+from eval.figures.certificate import begun
+from eval.figures.readings import (
+    AS_LOADED,
+    Reading,
+    acceptance,
+    as_json,
+    explaining,
+    most_accepted,
+    reading,
+)
+from eval.measure.engines import Engines
+from eval.measure.identity import conditions
+from eval.measure.mistakes import MISTAKES
+from eval.measure.models import chat_of, load_models
+from eval.measure.runner import Limits, Outcome
+from eval.prompts.prompts import load_prompts
+
+PASS, FAULT, UNKNOWN = "pass", "fault", "unknown fault"
+
+
+def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Return what ``parity.json`` holds.
+
+    Raises:
+        ValueError: no EAGLE head, another target's, or prompts that do not fit.
+        Failure: the engine is not installed, or ends.
+    """
+    set_threads(config.threads)
+    if not issubclass(drafter_class(method := drafter_type(config.checkpoint)), EagleDrafter):
+        raise ValueError(f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE or EAGLE-3 head")
+    longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
+    target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
+    drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
+    prompts = prompts_of(config, drafter)
+    facts = environment(target) | conditions(
+        [config.target.path, config.checkpoint], str(target.device), config.threads
+    )
+    facts |= {"config": config.model_dump(mode="json"), "argv": argv, "prompts": len(prompts)}
+    if config.engine == "ours":
+        found = ranked(drafter, decoded(drafter, prompts, config, AS_LOADED), prompts, config)
+    else:
+        theirs, facts["engine_facts"] = served(drafter, prompts, config, console)  # first: it may not run
+        found = compared(drafter, decoded(drafter, prompts, config, AS_LOADED), theirs, prompts, config)
+    return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
+
+
+def prompts_of(config: ParityConfig, drafter: EagleDrafter) -> list[list[int]]:
+    """Return the configured prompts, or beginnings that the target samples."""
+    if config.prompts is None:
+        if (needed := config.begun_tokens + config.max_new_tokens) > drafter.max_context:
+            raise ValueError(
+                f"begun_tokens and max_new_tokens need {needed:,} positions, and the target has "
+                f"{drafter.max_context:,}; lower one of them"
+            )
+        return begun(drafter.target, config.count, config.begun_tokens, config.seed)
+    chosen = config.prompts
+    if chosen.count is None and chosen.per_category is None:
+        chosen = chosen.model_copy(update={"count": config.count})
+    limits = {"max_new_tokens": config.max_new_tokens, "max_context": drafter.max_context}
+    found = load_prompts(chosen, chat_of(config.target).tokenizer, warmup=0, **limits)
+    return [prompt.ids for prompt in found.measured]
+
+
+def decoded(drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfig, name: str) -> list[Outcome]:
+    """Decode the prompts in our loop, in batches."""
+    found = []
+    with Bar(total=len(prompts), unit=" prompts", desc=name, leave=False) as bar:
+        for start in range(0, len(prompts), config.batch):
+            some = prompts[start : start + config.batch]
+            result = generate(
+                drafter.target,
+                drafter,
+                some,
+                prompt_lengths=list(map(len, some)),
+                max_new_tokens=config.max_new_tokens,
+            )
+            for row, (tokens, length) in enumerate(zip(result.tokens.tolist(), result.lengths, strict=True)):
+                trace = Trace([step for step in result.trace.steps if step.row == row])
+                found.append(Outcome(tokens[:length], 0.0, 0.0, trace))
+            bar.update(len(some))
+    return found
+
+
+def served(
+    drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfig, console: Console
+) -> tuple[list[Outcome], dict[str, Any]]:
+    """Decode the prompts in the engine, one at a time; returns its facts, too."""
+    given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": config.depth}
+    given |= {"checkpoint": config.checkpoint, "python": config.python, "module": config.module}
+    entry = EngineEntry.model_validate(given)
+    limits = Limits(config.max_new_tokens, eos=eos_ids(drafter.target, None))
+    with contextlib.ExitStack() as stack:
+        engines = Engines(config, [entry], stack, console)
+        engines.start(drafter.target, prompts, limits)
+        if (reason := engines.facts["engines_left_out"].get(entry.label)) is not None:
+            raise Failure(f"{config.engine} does not run: {reason}")
+        decode = engines.methods(0.0, limits)[entry.label]
+        found = []
+        with Bar(total=len(prompts), unit=" prompts", desc=config.engine, leave=False) as bar:
+            for prompt in prompts:
+                found.append(decode([prompt], 0, config.max_new_tokens))
+                if (failure := found[-1].failure) is not None:
+                    raise Failure(f"{config.engine} failed on prompt {len(found)} of {len(prompts)}: {failure}")
+                if found[-1].trace is None:
+                    raise Failure(f"{config.engine} does not report its steps, so acceptance is not known")
+                bar.update(1)
+        return found, engines.facts["engines"][entry.label]
+
+
+def mistaken(
+    drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfig
+) -> Iterator[tuple[str, str, list[Outcome]]]:
+    """Yield (name, what to check, outcomes) of every mistake that changes this head."""
+    for mistake in MISTAKES:
+        if (wrong := mistake.plant(drafter)) is not None:
+            yield mistake.name, mistake.check, decoded(wrong, prompts, config, mistake.name)
+
+
+def compared(
+    drafter: EagleDrafter, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
+) -> dict[str, Any]:
+    """Return the verdict on an engine; mistakes are tried only where its acceptance is not ours."""
+    readings = [reading(AS_LOADED, "", ours, theirs, config.depth)]
+    named: list[Reading] = []
+    if not readings[0].within:
+        tried = mistaken(drafter, prompts, config)
+        readings += [reading(name, check, made, theirs, config.depth) for name, check, made in tried]
+        named = explaining(readings[1:])
+    verdict = PASS if readings[0].within else FAULT if named else UNKNOWN
+    engine = {"engine": as_json(acceptance(theirs, config.depth))}
+    return {
+        "verdict": verdict,
+        "named": [one.name for one in named],
+        **engine,
+        "readings": [*map(_described, readings)],
+    }
+
+
+def ranked(
+    drafter: EagleDrafter, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig
+) -> dict[str, Any]:
+    """Return which readings of the checkpoint accept most; that as loaded should be among them."""
+    every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]
+    readings = [reading(name, check, made, ours, config.depth) for name, check, made in every]
+    best = most_accepted({one.name: one.acceptance for one in readings})
+    verdict = PASS if AS_LOADED in best else FAULT
+    return {"verdict": verdict, "named": best, "engine": None, "readings": [*map(_described, readings)]}
+
+
+def _described(one: Reading) -> dict[str, Any]:
+    alike = None if one.alike is None else one.alike._asdict()
+    found = {"name": one.name, "check": one.check, **as_json(one.acceptance)}
+    return found | {"apart": one.apart, "within": one.within, "alike": alike}

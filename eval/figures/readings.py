@@ -1,0 +1,166 @@
+"""Is the acceptance served the acceptance trained? An engine and our loop on the same prompts, with standard errors.
+
+Acceptance at a position is pooled: accepted over drafted tokens there, over all drafts of all prompts. Cumulative
+counts all drafts of that length; conditional those whose tokens before were accepted. Steps of one prompt depend on
+each other, so errors are those of a ratio of sums over prompts (Cochran 1977, Sampling Techniques, chapter 6).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from drafters.loop.generate import Step
+from eval.measure.runner import Outcome
+
+MOST_APART = 2.0  # standard errors of a difference that chance explains
+AS_LOADED = "as loaded"
+
+
+class Rate(NamedTuple):
+    """A share, or tau, and its standard error over prompts."""
+
+    value: float
+    error: float
+
+
+def pooled(hits: Sequence[float], tries: Sequence[float]) -> Rate | None:
+    """Return the ratio of the sums over prompts; None if nothing was tried.
+
+    The error is at least one hit more or less: no draft accepted in all prompts does not mean none ever.
+    """
+    over, under = np.array(hits, dtype=float), np.array(tries, dtype=float)
+    if not (total := under.sum()):
+        return None
+    value, n = over.sum() / total, len(over)
+    spread = np.square(over - value * under).sum() * n / max(n - 1, 1)
+    return Rate(float(value), float(max(math.sqrt(spread), 1.0) / total))
+
+
+def apart(one: Rate | None, other: Rate | None) -> float:
+    """Return the difference in standard errors; 0 if one of the two is not known."""
+    if one is None or other is None:
+        return 0.0
+    return (one.value - other.value) / math.hypot(one.error, other.error)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of drafts of up to K tokens.
+
+    Attributes:
+        cumulative, conditional: by position, ``[K]``; None where no draft is as long, or none got there.
+    """
+
+    tau: Rate | None
+    cumulative: list[Rate | None]
+    conditional: list[Rate | None]
+
+
+def acceptance(outcomes: Sequence[Outcome], depth: int) -> Acceptance:
+    """Return the figures of decoded prompts, for ``depth`` positions; every outcome has a trace of one prompt."""
+    prompts = [outcome.trace.steps for outcome in outcomes if outcome.trace is not None]
+
+    def share(at: int, reached: int) -> Rate | None:
+        """Share that accepts position ``at``, among drafts as long that accept ``reached`` tokens."""
+        counted = [[step for step in steps if step.depth > at and step.accepted >= reached] for steps in prompts]
+        return pooled([sum(step.accepted > at for step in steps) for steps in counted], list(map(len, counted)))
+
+    committed = [sum(step.committed for step in steps) for steps in prompts]
+    tau = pooled(committed, [sum(step.forwards for step in steps) for steps in prompts])
+    return Acceptance(tau, [share(at, 0) for at in range(depth)], [share(at, at) for at in range(depth)])
+
+
+def agreement(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate | None:
+    """Return the share of equal steps of two runs over the same prompts: drafts after equal texts, equally accepted.
+
+    It tells apart faults of equal acceptance. None if no step of the two follows the same text.
+    """
+    hits, tries = [], []
+    for one, other in zip(ones, others, strict=True):
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, other.tokens, strict=False)))
+        ours, theirs = _by_start(one, same), _by_start(other, same)
+        both = [(step, theirs[start]) for start, step in ours.items() if start in theirs]
+        both = [(a, b) for a, b in both if a.depth == b.depth]
+        hits.append(sum(a.accepted == b.accepted for a, b in both))
+        tries.append(len(both))
+    return pooled(hits, tries)
+
+
+def _by_start(outcome: Outcome, upto: int) -> dict[int, Step]:
+    """The steps with a draft that begin within the first ``upto`` tokens, by the number of tokens before them."""
+    found, start = {}, outcome.first_tokens
+    for step in outcome.trace.steps if outcome.trace is not None else ():
+        if step.depth and start <= upto:
+            found[start] = step
+        start += step.committed
+    return found
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Our loop with one reading of the head, beside an engine.
+
+    Attributes:
+        name: ``AS_LOADED``, or the mistake planted in it. check: where to look for that.
+        apart: by position, the engine's cumulative acceptance minus this one's, in standard errors.
+        alike: ``agreement`` with the engine; None if it decoded other prompts.
+    """
+
+    name: str
+    check: str
+    acceptance: Acceptance
+    apart: list[float]
+    alike: Rate | None = None
+
+    @property
+    def within(self) -> bool:
+        """True if chance explains the differences at all positions."""
+        return all(abs(gap) <= MOST_APART for gap in self.apart)
+
+    @property
+    def distance(self) -> float:
+        """Sum of the squared differences."""
+        return sum(gap * gap for gap in self.apart)
+
+
+def reading(
+    name: str, check: str, ours: Sequence[Outcome], theirs: Sequence[Outcome], depth: int, paired: bool = True
+) -> Reading:
+    """Compare a reading with what an engine did; ``paired``: on the same prompts."""
+    own, engine = acceptance(ours, depth), acceptance(theirs, depth)
+    gaps = [apart(one, other) for one, other in zip(engine.cumulative, own.cumulative, strict=True)]
+    return Reading(name, check, own, gaps, agreement(ours, theirs) if paired else None)
+
+
+def explaining(readings: Sequence[Reading]) -> list[Reading]:
+    """Return the readings that reproduce an engine's acceptance, the best first; several if they cannot be told apart.
+
+    On the same prompts they are told apart by ``agreement``.
+    """
+    fitting = sorted((one for one in readings if one.within), key=lambda one: one.distance)
+    best = max((one.alike for one in fitting if one.alike is not None), default=None)
+    if best is None:
+        return fitting
+    fitting = [one for one in fitting if apart(best, one.alike) <= MOST_APART]
+    return sorted(fitting, key=lambda one: -one.alike.value if one.alike is not None else 0.0)
+
+
+def most_accepted(readings: dict[str, Acceptance]) -> list[str]:
+    """Return the names of the readings with the highest tau: all that are not ``MOST_APART`` below the first."""
+    known = {name: found.tau for name, found in readings.items() if found.tau is not None}
+    order = sorted(known, key=lambda name: -known[name].value)
+    return [name for name in order if apart(known[order[0]], known[name]) <= MOST_APART]
+
+
+def as_json(found: Acceptance) -> dict[str, Any]:
+    """Return the figures as ``parity.json`` holds them."""
+
+    def one(rate: Rate | None) -> dict[str, float] | None:
+        return None if rate is None else rate._asdict()
+
+    by_position = {"cumulative": found.cumulative, "conditional": found.conditional}
+    return {"tau": one(found.tau)} | {name: [one(rate) for rate in rates] for name, rates in by_position.items()}

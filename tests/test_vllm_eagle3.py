@@ -1,0 +1,72 @@
+"""Our EAGLE-3 exports in vLLM's own classes, where that is installed (make engines)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import assert_equal
+from safetensors.torch import load_file, save_file
+from test_eagle3_layouts import FORMS, USUAL, V31, save_head, save_target
+from test_vllm import PYTHON
+
+from drafters.hub.checkpoint import load_checkpoint
+from drafters.layouts.export import export
+from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options, draft_ids
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
+LONG = 9
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "official": ("official", FORMS["official"]),
+    "qwen3, two layers, four states": ("vllm", FORMS["vllm"]),
+    "3.1": ("vllm", {"taps": [1, 3, 6], "draft_vocab_size": 60, **V31}),
+    "the target's LM head": ("llama.cpp", FORMS["llama.cpp"]),
+    "speculators": ("speculators", FORMS["speculators"]),
+    "another shape": ("vllm", {"shape": {"intermediate_size": 40, "head_dim": 16, "num_key_value_heads": 1}}),
+}
+
+
+def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Path) -> None:
+    """Catches a name that it leaves random, a norm, a residual or feedback at another place, draft ids mapped
+    otherwise, and states of the target one layer apart: it serves all of these without a word."""
+    target, cases = save_target(tmp_path / "target"), []
+    for number, (form, options) in enumerate(CASES.values()):
+        head = save_head(tmp_path / f"head-{number}", target, **options)
+        export(head, form, tmp_path / f"out-{number}")
+        count = len(options.get("taps", USUAL))
+        inputs = {"states": torch.randn(LONG, count * target.hidden_size)}
+        inputs |= {"embeddings": torch.randn(LONG, target.hidden_size)}
+        save_file(inputs, tmp_path / f"inputs-{number}.safetensors")
+        paths = {"inputs": tmp_path / f"inputs-{number}.safetensors", "out": tmp_path / f"result-{number}.safetensors"}
+        cases.append({"folder": str(tmp_path / f"out-{number}"), "target": target.name}
+                     | {key: str(path) for key, path in paths.items()})  # fmt: skip
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    run = subprocess.run(
+        [PYTHON, Path(__file__).with_name("vllm_class.py"), tmp_path / "cases.json"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"states"')]
+    assert len(told) == len(CASES)
+    for number, (name, found) in enumerate(zip(CASES, told, strict=True)):
+        config, weights = load_checkpoint(tmp_path / f"head-{number}")
+        given = Eagle3Options(**config["drafter"])
+        assert found["states"] == given.taps, name
+        unread = [f"model.layers.{layer}.hidden_norm.weight" for layer in range(1, given.layers)]  # made, and not used
+        shared = ["model.embed_tokens.weight", *([] if given.own_lm_head else ["lm_head.weight"])]
+        assert sorted(found["left"]) == sorted(unread + shared), name
+        head: Any = Eagle3Drafter.build_module(target.config, config["drafter"])
+        head.load_state_dict(weights)
+        inputs, result = (load_file(tmp_path / f"{kind}-{number}.safetensors") for kind in ("inputs", "result"))
+        with torch.no_grad():
+            features = head.fused(inputs["states"])[None]
+            fed_back = head(features, inputs["embeddings"][None], torch.arange(LONG)[None])[0]
+            assert_equal(result["fed_back"], fed_back)
+            if given.own_lm_head:
+                logits, ids = head.lm_head(head.scored(fed_back)), draft_ids(weights.get("d2t"), target.vocab_size)
+                assert_equal(result["logits"] if ids is None else result["logits"][:, ids], logits)
+                assert ids is None or result["logits"].isinf().sum() == LONG * (target.vocab_size - len(ids))

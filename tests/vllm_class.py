@@ -1,0 +1,78 @@
+"""A program for vLLM's Python: its own EAGLE-3 classes, as they load an exported head and compute with it.
+
+    python vllm_class.py CASES.json
+
+Each case names an exported ``folder``, the ``target`` it is served beside, ``inputs`` (safetensors: states of the
+target ``[T, taps * H]`` and the next tokens' embeddings ``[T, H]``) and ``out``, which gets what is fed back ``[T, H]``
+and the logits ``[T, V]``. A line of JSON on stdout has the target's states that vLLM would hand over, and the names of
+the parameters that loading has left alone.
+
+The attention, which vLLM computes from the cache of an engine, is torch's here.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def causal(layer, query: Tensor, key: Tensor, value: Tensor, *_given: object, **_named: object) -> Tensor:
+    """What vLLM's attention backends compute, without their cache."""
+    q, k, v = (each.reshape(len(query), -1, layer.head_size).transpose(0, 1)[None] for each in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=layer.impl.scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).flatten(1)
+
+
+def run(case: dict[str, str]) -> dict[str, list]:
+    """Load one head and compute."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    speculation = {"method": "eagle3", "model": case["folder"], "num_speculative_tokens": 3}
+    arguments = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+    config = EngineArgs(model=case["target"], speculative_config=speculation, **arguments).create_engine_config()
+    runner = SimpleNamespace(speculative_config=config.speculative_config)
+    states = GPUModelRunner._get_eagle3_aux_layers_from_config(runner)
+    given = load_file(case["inputs"])
+    places = torch.arange(len(given["states"]))
+    with set_current_vllm_config(config), torch.no_grad():
+        draft = config.speculative_config.draft_model_config
+        model = initialize_model(config, model_config=draft)
+        for weight in model.parameters():
+            weight.fill_(float("nan") if weight.is_floating_point() else -1)
+        model.load_weights(iter(load_file(f"{case['folder']}/model.safetensors").items()))
+        left = [name for name, weight in model.named_parameters() if (weight.isnan() | (weight == -1)).any()]
+        process_weights_after_loading(model, draft, torch.device("cpu"))
+        features = model.combine_hidden_states(given["states"])
+        hidden, fed_back = model(torch.zeros_like(places), places, features, given["embeddings"])
+        found = {"fed_back": fed_back.contiguous()}
+        if "lm_head.weight" not in left:
+            found["logits"] = model.compute_logits(hidden).contiguous()
+    save_file(found, case["out"])
+    return {"states": list(states or ()), "left": left}
+
+
+if __name__ == "__main__":
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    Attention.forward = causal
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(backend="gloo")
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        print(json.dumps(run(case)), flush=True)
