@@ -11,7 +11,7 @@ from unittest import mock
 
 import tiny
 from conformance import NO_EOS, prompt, rows_of
-from rigged import eagle, kangaroo, medusa, perturbed, quiet_depths
+from rigged import dflash, dspark, eagle, eagle3, kangaroo, medusa, perturbed, quiet_depths
 from simulated_cuda import SimulatedCuda
 
 from drafters import Drafter, TargetModel, generate, make_drafter
@@ -87,7 +87,12 @@ METHODS: dict[str, Callable[[TargetModel, Models], Drafter]] = {
     "eagle chain": lambda target, _: eagle(target, 0.4, "chain"),
     "eagle static": lambda target, _: eagle(target, 0.4, "static"),
     "eagle dynamic": lambda target, _: eagle(target, 0.4, "dynamic", top_k=4, nodes=12),
+    "eagle3": lambda target, _: eagle3(target, 0.4, "dynamic", top_k=4, nodes=12),
     "medusa": lambda target, _: medusa(target, 0.4, "static", nodes=12),
+    "dflash chain": lambda target, _: dflash(target, 0.4, "chain"),
+    "dflash tree": lambda target, _: dflash(target, 0.4, "tree", nodes=12, top_k=4),
+    "dspark chain": lambda target, _: dspark(target, 0.2, "chain"),
+    "dspark tree": lambda target, _: dspark(target, 0.2, "tree", nodes=12, top_k=4, markov_head="rnn"),
     "kangaroo": lambda target, _: kangaroo(target, True, eta=0.05),
     "replay": lambda target, _: make_drafter("replay", target, inner=eagle(target, None, "static"), profile=RATES),
 }

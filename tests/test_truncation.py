@@ -193,8 +193,11 @@ def test_lengths_by_hand() -> None:
     assert found is not None and found.steps == 2
     assert found.tokens == pytest.approx(1 + 0.9 + 0.45 + 1 + 0.945 + 0.71505 + 0.57515 + 0.56130, abs=1e-4)
     assert found.plain_steps == pytest.approx(0.1 + 1.4 + 0.1 + 1.8)
-    state.finished, low = [False, True], torch.full((2, 4), -4.0)
-    assert [policy.length(low, state) for _ in range(EXPLORE)].count(4) == 1
+    low = torch.full((2, 4), -8.0)
+    for trained in (True, False):
+        online = Truncation(4, trained)
+        online._costs = policy._costs
+        assert [online.length(low, state) for _ in range(EXPLORE)].count(4) == (not trained)
 
 
 def test_the_online_estimate() -> None:

@@ -6,10 +6,10 @@ the block are predicted at the same time, so that their distributions are margin
 draws, or a tree of the likeliest paths (DDTree, arXiv 2604.12989).
 """
 
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -21,7 +21,7 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.eagle3 import draft_ids
+from drafters.methods.eagle3 import D2T, draft_ids
 from drafters.model.block_backbone import BlockBackbone, ContextLayer, block_rows
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHead, quantize_layers
@@ -31,7 +31,17 @@ from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import PRIOR, ShapePolicy
 from drafters.policy.truncation import Truncation
 
-BlockLayout = Literal["fill-in", "anchor-first"]
+
+def _given(layout: Any) -> Any:
+    if layout is None:
+        raise ValueError(
+            "a block does not tell its layout; set it to fill-in (slot k predicts the token k after the anchor, as "
+            "DFlash) or to anchor-first (the token k + 1 after it, as DSpark)"
+        )
+    return layout
+
+
+BlockLayout = Annotated[Literal["fill-in", "anchor-first"], BeforeValidator(_given)]
 
 
 class BlockOptions(Config):
@@ -61,7 +71,7 @@ class BlockOptions(Config):
     top_k: DraftSize = Field(default=8, ge=1)
     truncate: bool = False
     draft_dtype: Literal["int8"] | None = None
-    layout: BlockLayout
+    layout: BlockLayout = Field(default=None, validate_default=True)
     block_size: DraftSize = Field(ge=2)
     mask_token_id: Vocabulary = Field(ge=0)
     taps: list[Layers] = Field(min_length=1)
@@ -69,16 +79,6 @@ class BlockOptions(Config):
     layers: Layers = Field(default=5, ge=1)
     causal: bool = False
     draft_vocab_size: Vocabulary | None = Field(default=None, ge=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _layout_is_given(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "layout" not in given:
-            raise ValueError(
-                "layout is missing, and a block says nothing about it; set layout to fill-in (slot k predicts the "
-                "token k after the anchor, as DFlash) or to anchor-first (the token k + 1 after it, as DSpark)"
-            )
-        return given
 
     @model_validator(mode="after")
     def _truncates_chains(self) -> "BlockOptions":
@@ -202,7 +202,7 @@ class DFlashDrafter(LearnedDrafter):
 
     def _read(self, features: Tensor, counts: list[int]) -> None:
         """Put the first ``counts`` of the target's states ``[B, R, taps * H]`` into the cache."""
-        if any(counts):
+        if sum(counts):
             self.target.runner.run(self._context, [features], self._cache)
             self._cache.commit_first(counts)
 
@@ -228,7 +228,7 @@ class DFlashDrafter(LearnedDrafter):
 
     def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
         head = cast(Any, self.module)
-        ids = draft_ids(head, self.target.vocab_size)
+        ids = draft_ids(getattr(head, D2T, None), self.target.vocab_size)
         return DraftHead(self.target, ids, options.draft_dtype, own or head.lm_head)
 
     def _parts(self) -> tuple[Part, Part]:
@@ -237,7 +237,7 @@ class DFlashDrafter(LearnedDrafter):
         block = runner.part(head.layers, self.target.embed, runner.norm(head.norm), own_rope(head, self.target.config))
         fc, norm = runner.linear(head.fc), runner.norm(head.hidden_norm)
         layers = [PartLayer(ContextLayer(layer.self_attn, runner.linear), n) for n, layer in enumerate(head.layers)]
-        context = Part(layers, lambda states: norm(fc(states)), rope=block.rope, runner=block.runner)
+        context = Part(layers, lambda states: norm(fc(states)), rope=block.rope)
         if self.given.draft_dtype is not None:
             quantize_layers(block, self.given.draft_dtype, fc)
         return block, context

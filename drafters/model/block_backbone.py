@@ -110,7 +110,7 @@ class BlockBackbone(nn.Module):
 
 
 class _Context:
-    """Stands in for a cache in training: every layer's context keys and values come before those of the block."""
+    """The interface of a cache, for training: a layer's keys and values are the context's, then those of the block."""
 
     def __init__(self, states: list[States]) -> None:
         self.states = states
@@ -137,8 +137,8 @@ class ContextLayer:
         self._keys, self._values = linear(attention.k_proj), linear(attention.v_proj)
 
     def __call__(self, features: Tensor, angles: Any, mask: Tensor | None, cache: KVCache, index: int) -> Tensor:
-        """``[B, C, H]`` -> the same. ``angles``: as an engine has them, with or without the positions."""
-        turns = signed(angles[:2]) if len(angles) == 3 else angles
+        """``[B, C, H]`` -> the same. ``angles``: cos and sin ``[..., D]``, or as fused layers have them."""
+        turns = angles if angles[0].dim() == 4 else signed(angles)
         cache.update(*_states(self._attention, self._keys, self._values, features, turns), index)
         return features
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from drafters.loop.acceptance import Verdict
     from drafters.loop.state import DecodeState
 
-EXPLORE = 32  # one step in this many verifies the whole block, so that estimates of its end go on
+EXPLORE = 32  # with the online estimate, one step in this many verifies the whole block, to learn about its end
 FADE = 0.98  # of the average tokens and time of a step, per step
 LEARNING_RATE = 0.01  # of the online estimate, per token
 SLOPE, BIAS = 0.5, -0.2  # where the online estimate begins; vLLM 0.32 begins there
@@ -63,7 +63,8 @@ class Costs:
 class Truncation:
     """Cuts the chains of a batch to a common length. It reads costs and acceptance, never the clock.
 
-    Rows of a batch do not depend on each other, so that a row's length may depend on the tokens of all others.
+    Rows of a batch do not depend on each other, so that a row's length may depend on the tokens of all others. The
+    block is drafted in every step; ``tree: auto`` skips drafts that are not profitable.
 
     Args:
         depth: most tokens of a draft.
@@ -110,7 +111,7 @@ class Truncation:
         chances = [self._acceptance(row, state.sampling) for row in unfinished]
         costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
         plain = costs.rest.at(1)
-        explores = self._sums[0] % EXPLORE == EXPLORE - 1
+        explores = not self.trained and self._sums[0] % EXPLORE == EXPLORE - 1
         pace, tokens, count = self._tokens / self._time, 1.0, 0
         paths = [1.0] * len(chances)  # of each row, the chance that the positions so far are accepted
         while count < certainty.shape[1]:
