@@ -49,7 +49,7 @@ class DFlashTask(Task):
     tokens of answers, too; its later slots have no loss.
     """
 
-    schema = DFlashConfig
+    schema: ClassVar[type[DFlashConfig]] = DFlashConfig
     config: DFlashConfig
     ahead = 1
     drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {"tree": "chain"}, "tree": {"tree": "tree"}}

@@ -18,7 +18,7 @@ from train.preflight.command import program
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(DSparkConfig, __doc__)
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class DSparkTask(DFlashTask):
     it compares distributions over those tokens, so it is too large where the target's token is another.
     """
 
-    schema = DSparkConfig
+    schema: ClassVar[type[DSparkConfig]] = DSparkConfig
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig, ends: FrozenEnds) -> None:

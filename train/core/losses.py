@@ -274,9 +274,8 @@ class _Divergence(torch.autograd.Function):
         own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
         totals = torch.zeros(len(predictions), dtype=wide, device=predictions.device)
         gradient = torch.empty_like(predictions)
-        by_latents = by_correction = None
-        if latents is not None and correction is not None:
-            by_latents, by_correction = torch.empty_like(latents), torch.zeros_like(correction, dtype=wide)
+        by_latents = None if latents is None else torch.empty_like(latents)
+        by_correction = None if correction is None else torch.zeros_like(correction, dtype=wide)
         chunk_rows = min(chunk_rows, (2**31 - 1) // len(weight))  # torch.dot counts in 32 bits
         for start in range(0, len(targets), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
@@ -287,11 +286,10 @@ class _Divergence(torch.autograd.Function):
                 each = None if weights is None else weights[k, rows].to(wide)
                 logits = F.linear(ours[rows], heads[k], None if own else bias)
                 changed = None if change is None or own else change(logits)
-                logits = logits if changed is None else changed
-                if latents is not None and correction is not None:
-                    logits = torch.addmm(logits, latents[k, rows], correction.T)
-                log_q = logits.log_softmax(-1, dtype=wide)
-                del logits
+                inputs = None if latents is None else latents[k, rows]
+                whole = _corrected(logits if changed is None else changed, inputs, correction)
+                log_q = whole.log_softmax(-1, dtype=wide)
+                del logits, whole
                 if chosen is None:
                     part, slope = divergence(p, log_q, weight.dtype, each)
                 else:
@@ -302,10 +300,7 @@ class _Divergence(torch.autograd.Function):
                 slope = slope.to(weight.dtype) if known is None else slope.to(weight.dtype).mul_(known)
                 if each is not None:
                     slope.mul_(each[:, None])
-                if latents is not None and correction is not None:
-                    assert by_latents is not None and by_correction is not None
-                    torch.mm(slope, correction, out=by_latents[k, rows])
-                    by_correction += torch.mm(slope.T, latents[k, rows])
+                _add_correction(slope, inputs, correction, by_latents, by_correction, (k, rows))
                 if change is not None and changed is not None:
                     slope.mul_(change.slope(changed))
                 torch.mm(slope, heads[k], out=slopes[rows])
@@ -319,10 +314,29 @@ class _Divergence(torch.autograd.Function):
         gradient, by_latents, by_correction, *own = ctx.saved_tensors
         pairs = zip(own, grads[0], strict=False)
         of_own = [None if part is None else (part * each).to(gradient.dtype) for part, each in pairs]
-        every = grads[0][:, None, None]
-        of_latents = None if by_latents is None else (by_latents * every).to(gradient.dtype)
+        of_latents = None if by_latents is None else (by_latents * grads[0][:, None, None]).to(by_latents.dtype)
         of_correction = None if by_correction is None else (by_correction * grads[0][0]).to(gradient.dtype)
-        return (gradient * every).to(gradient.dtype), of_latents, of_correction, *[None] * 9, *of_own
+        return (gradient * grads[0][:, None, None]).to(gradient.dtype), of_latents, of_correction, *[None] * 9, *of_own
+
+
+def _corrected(logits: Tensor, latents: Tensor | None, correction: Tensor | None) -> Tensor:
+    """Logits ``[rows, V]`` with the drafter's correction, if it has one."""
+    return logits if latents is None or correction is None else torch.addmm(logits, latents, correction.T)
+
+
+def _add_correction(
+    slope: Tensor,
+    latents: Tensor | None,
+    correction: Tensor | None,
+    by_latents: Tensor | None,
+    by_correction: Tensor | None,
+    place: tuple[int, slice],
+) -> None:
+    """Add the gradients of a correction, from the gradient ``slope`` of its logits, if there is one."""
+    if latents is None or correction is None or by_latents is None or by_correction is None:
+        return
+    by_latents[place] = torch.mm(slope, correction)
+    by_correction += torch.mm(slope.T, latents)
 
 
 def _with_term(

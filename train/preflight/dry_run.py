@@ -255,7 +255,7 @@ def add_estimates(
     if (start := config.init_from) is not None:
         report.check("init_from", lambda: init_from(task, start), f"{start}, whose weights fit")
     if store is not None:
-        report.check("trained on", lambda: task.describe(store), lambda text: text or "all answers")
+        report.check("trained on", lambda: task.describe(store) or "all answers", str)
     if workload:
         report.add("steps", workload.describe_steps(config))
     size = f"at most {len(lengths)} dialogues of {longest:,} tokens"

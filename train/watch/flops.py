@@ -6,6 +6,7 @@ do not count, because they are not useful work.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,12 +83,12 @@ def training_cost(task: Task) -> TrainingCost:
     return TrainingCost(steps * token + own_keys, steps * pair, row_flops(task))
 
 
-def block_cost(task: Task, matrices: dict[str, Tensor], pair: int) -> BlockCost:
+def block_cost(task: Task, matrices: Mapping[str, Tensor], pair: int) -> BlockCost:
     """The cost of a block drafter, whose context goes only through fc and the projections of keys and values."""
     assert task.block_size is not None
     context = {name: 6 * weights.numel() for name, weights in matrices.items() if name.startswith("fc")}
     both = {name: 6 * weights.numel() for name, weights in matrices.items() if re.search(r"\b[kv]_proj\b", name)}
-    other = 6 * sum(weights.numel() for name, weights in matrices.items() if name not in context | both)
+    other = 6 * sum(weights.numel() for name, weights in matrices.items() if name not in {*context, *both})
     share = task.block_size / task.slots  # rows of a block for each slot that predicts
     of_slot = row_flops(task) + round(share * (sum(both.values()) + other))
     return BlockCost(sum(context.values()) + sum(both.values()), round(share * pair), of_slot)
