@@ -37,7 +37,7 @@ class DFlashConfig(TrainConfig):
     layer: DraftLayer = Field("qwen3", description="the kind of its decoder layers")
     layers: Layers = Field(5, ge=1, description="number of its decoder layers")
     causal: bool = Field(False, description="a row of a block attends only to the rows before it and itself")
-    anchors: Amount = Field(512, ge=1, description="blocks of a dialogue in each epoch, at most; drawn anew")
+    anchors: Amount = Field(512, ge=1, description="most blocks of a dialogue; each epoch draws others")
     anchor_share: float = Field(
         1.0, gt=0, le=1, description="the same, as a share of the positions that can be anchors"
     )
