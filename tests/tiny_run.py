@@ -57,21 +57,34 @@ def write_stores(folder: Path, target: TargetModel, lengths: dict[str, list[int]
         generator = torch.Generator().manual_seed(len(each))
         tokens = [torch.randint(3, tiny.VOCAB_SIZE, (length,), generator=generator) for length in each]
         masks = [(torch.arange(length) % (length // 2 + 1)) >= 2 for length in each]
-        outputs = [target.features(ids[None], taps=(TAP,)) for ids in tokens]
-        shard = Shard(
-            ids=[str(number) for number in range(len(each))],
-            lengths=each,
-            input_ids=torch.cat(tokens),
-            loss_mask=torch.cat(masks),
-            states={
-                "features": torch.cat([output.features[0] for output in outputs]),
-                f"tap_{TAP}": torch.cat([output.taps[TAP][0] for output in outputs]),
-            },
-        )
-        with StoreWriter(folder / split, header(target)) as writer:
-            writer.write(shard)
-            writer.finish({}, {})
+        write_store(folder / split, target, tokens, masks)
     return folder
+
+
+def write_texts(folder: Path, target: TargetModel, tokens: list[torch.Tensor], masks: list[torch.Tensor]) -> Path:
+    """Stores ``train`` and ``heldout`` that both hold these dialogues and their loss masks, ``[T]`` each."""
+    for split in ("train", "heldout"):
+        write_store(folder / split, target, tokens, masks)
+    return folder
+
+
+def write_store(path: Path, target: TargetModel, tokens: list[torch.Tensor], masks: list[torch.Tensor]) -> None:
+    """A store of dialogues with ``target``'s own features."""
+    each = [len(ids) for ids in tokens]
+    outputs = [target.features(ids[None], taps=(TAP,)) for ids in tokens]
+    shard = Shard(
+        ids=[str(number) for number in range(len(each))],
+        lengths=each,
+        input_ids=torch.cat(tokens),
+        loss_mask=torch.cat(masks),
+        states={
+            "features": torch.cat([output.features[0] for output in outputs]),
+            f"tap_{TAP}": torch.cat([output.taps[TAP][0] for output in outputs]),
+        },
+    )
+    with StoreWriter(path, header(target)) as writer:
+        writer.write(shard)
+        writer.finish({}, {})
 
 
 def header(target: TargetModel) -> StoreManifest:

@@ -30,6 +30,7 @@ from drafters.config import (
     Width,
 )
 from drafters.methods import method_names
+from train.core.block_config import DFlashConfig
 from train.core.config import Lora, TrainConfig
 
 
@@ -46,7 +47,8 @@ def started_methods() -> list[str]:
 
 def schema_of(method: str) -> type[TrainConfig]:
     """The schema of a method's training: one of this file, or one that ``train/<method>.py`` defines itself."""
-    own = next((schema for schema in TrainConfig.__subclasses__() if schema.drafter == method), None)
+    known = [*TrainConfig.__subclasses__(), *DFlashConfig.__subclasses__()]
+    own = next((schema for schema in known if schema.drafter == method), None)
     if own is None:
         import_module(f"train.{method}")
         own = next(schema for schema in TrainConfig.__subclasses__() if schema.drafter == method)

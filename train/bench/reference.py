@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_prep.store.reader import FeatureStore, StoredDialogue
 from train.core.lm_heads import LMHeads
-from train.core.losses import Pairs, TopK
+from train.core.losses import Pairs, TextTokens, TopK
 from train.core.task import Task, target_states
 from train.data.packing import Batch, Span, TrainData, split_evenly
 
@@ -102,7 +102,9 @@ def plain_loss_sum(task: Task, module: Any, batch: Batch, seed: int | None = Non
 class PlainHeads(LMHeads):
     """The cross-entropy by autograd, through logits of all positions."""
 
-    def divergence(self, pairs: Pairs, name: str, top_k: TopK | None = None) -> Tensor:
+    def divergence(
+        self, pairs: Pairs, name: str, term: TopK | TextTokens | None = None, overlap: Tensor | None = None
+    ) -> Tensor:
         assert pairs.weights is not None
         with torch.no_grad():
             p = F.softmax(self.target(pairs.targets), dim=-1, dtype=torch.float32)

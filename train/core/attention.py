@@ -60,6 +60,31 @@ class Chains(Dialogues):
         return self.states[0]
 
 
+@dataclass(frozen=True)
+class Blocks(Dialogues):
+    """Given instead of a mask: blocks that are drafted behind positions of packed dialogues, all in parallel.
+
+    The keys are those of the row's tokens, then those of the blocks. A query sees the tokens of its dialogue before its
+    block's anchor, and its block.
+
+    Attributes:
+        anchors: by dialogue, the position of each block's anchor, ascending; at least one in all.
+        size: rows of a block.
+        causal: a row of a block sees only the rows before it and itself.
+    """
+
+    anchors: list[list[int]]
+    size: int
+    causal: bool = False
+
+
+def take_dialogues(module: nn.Module) -> None:
+    """Let the layers of ``module`` call ``dialogue_attention``."""
+    for part in module.modules():
+        if hasattr(part, "config") and hasattr(part.config, "_attn_implementation"):
+            part.config._attn_implementation = NAME
+
+
 def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
     """Let a head's layer take ``Dialogues`` as its mask; with a tensor or None it does what it did before.
 
@@ -69,9 +94,7 @@ def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
     Raises:
         ValueError: the attention of the target's family does not take them.
     """
-    for part in module.modules():
-        if hasattr(part, "config") and hasattr(part.config, "_attn_implementation"):
-            part.config._attn_implementation = NAME
+    take_dialogues(module)
     check_dialogues(module, probe_states(module, config.hidden_size), partial(no_head, config))
 
 
@@ -111,6 +134,8 @@ def dialogue_attention(
     attention_mask = dialogues or attention_mask
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if isinstance(attention_mask, Blocks):
+        return block_attention(module, query, key, value, attention_mask, **options), None
     attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
     given = [query, key, value]
     if beside := attention_mask.beside():
@@ -183,6 +208,56 @@ def blocked_attention(
             mixed = mixed + (weights[:, :, None, last:] @ near_v[:, first:last]).squeeze(2)
         blocks.append(mixed)
     return torch.cat(blocks, dim=1).view(rows, heads, length, width).transpose(1, 2).to(query.dtype)
+
+
+def block_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Blocks,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> Tensor:
+    """Attention of m blocks of B rows, ``[1, heads, m B, d]`` -> ``[1, m B, heads, d]``, keys and values
+    ``[1, kv_heads, L + m B, d]``, by matrix products in float32, on a GPU too.
+
+    Neighbouring blocks of a dialogue, together about ``BLOCK`` queries (on a GPU eight times as many), are one product
+    with the tokens before the last one's anchor, and one product of each block with itself.
+    """
+    heads, width, size = query.shape[1], query.shape[3], blocks.size
+    wide = torch.promote_types(query.dtype, torch.float32)
+    later = torch.zeros(size, size, dtype=wide, device=query.device)
+    if blocks.causal:
+        later = later.fill_(float("-inf")).triu(1)
+    at_once = max(1, (BLOCK if (_device or query.device.type) == "cpu" else 8 * BLOCK) // size)
+    starts = [range(0, len(own), at_once) for own in blocks.anchors]
+    groups = [own[at : at + at_once] for own, every in zip(blocks.anchors, starts, strict=True) for at in every]
+    counts = [len(group) * size for group in groups]
+
+    # ``split`` and not slices: the gradient of each slice would be as large as the whole.
+    q = (query[0].to(wide) * (width**-0.5 if scaling is None else scaling)).split(counts, dim=1)
+    tokens, groups_of_heads = sum(blocks.lengths), heads // key.shape[1]
+    wider = [each[0].to(wide).repeat_interleave(groups_of_heads, dim=0) for each in (key, value)]
+    context, inside = zip(*(each.split([tokens, sum(counts)], dim=1) for each in wider), strict=True)
+    dialogues = zip(*(each.split(blocks.lengths, dim=1) for each in context), strict=True)
+    behind = [states for states, every in zip(dialogues, starts, strict=False) for _ in every]  # of each group
+    own = zip(*(each.split(counts, dim=1) for each in inside), strict=True)
+    found = []
+    for anchors, queries, (far_k, far_v), (own_k, own_v) in zip(groups, q, behind, own, strict=True):
+        last, count, single = anchors[-1], len(anchors) * size, (heads * len(anchors), size, width)
+        unseen = torch.arange(last, device=q[0].device) >= torch.tensor(anchors, device=q[0].device)[:, None]
+        hidden = torch.zeros_like(unseen, dtype=wide).masked_fill_(unseen, float("-inf")).repeat_interleave(size, 0)
+        far = torch.baddbmm(hidden.expand(heads, -1, -1), queries, far_k[:, :last].transpose(1, 2))
+        keys = own_k.reshape(single).transpose(1, 2)
+        near = torch.baddbmm(later.expand(single[0], -1, -1), queries.reshape(single), keys)
+        weights = torch.cat([far, near.view(heads, count, size)], dim=-1).softmax(-1)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        of_far, of_near = weights.split([last, size], dim=-1)
+        mixed = (of_near.reshape(single[0], size, size) @ own_v.reshape(single)).view(heads, count, width)
+        found.append(mixed + of_far @ far_v[:, :last])
+    return torch.cat(found, dim=1).transpose(0, 1)[None].to(query.dtype)
 
 
 def causal_attention(

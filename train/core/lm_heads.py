@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drafters.model.ends import LMHead
 from train.core import losses
 from train.core.config import TrainConfig
-from train.core.losses import Pairs, TopK, default_chunk_rows
+from train.core.losses import Pairs, TextTokens, TopK, default_chunk_rows
 
 
 class LMHeads:
@@ -20,6 +20,7 @@ class LMHeads:
         target: the target's frozen LM head.
         own: LM heads of the drafter's own, one for each of the S predictions or one for all; empty: all use the
             target's. One may have the rows of ``ids`` only.
+        correction: the drafter's term of its logits, from ``Pairs.latents``; its rows are those of its LM head.
         ids: int32 ``[N]``, the tokens of the config's ``loss_vocab``, over which the loss is taken; None: all tokens.
         limit: rows of logits at a time; None: by the device.
     """
@@ -27,6 +28,7 @@ class LMHeads:
     def __init__(self, config: TrainConfig, target: LMHead) -> None:
         self.config, self.target = config, target
         self.own: Sequence[nn.Linear] = ()
+        self.correction: nn.Linear | None = None
         self.ids: Tensor | None = None
         self.limit = config.loss_chunk_rows
 
@@ -62,19 +64,25 @@ class LMHeads:
         top_k = TopK(config.top_k, config.top_k_weight) if config.top_k_weight else None
         return self.divergence(pairs, config.classification_loss, top_k)
 
-    def divergence(self, pairs: Pairs, name: str, top_k: TopK | None = None) -> Tensor:
-        """The divergence ``name`` of train/core/losses.py, summed over tokens: ``[S]``."""
+    def divergence(
+        self, pairs: Pairs, name: str, term: TopK | TextTokens | None = None, overlap: Tensor | None = None
+    ) -> Tensor:
+        """The divergence ``name`` of train/core/losses.py and a term, summed over tokens: ``[S]``; ``overlap``: as for
+        ``divergence_sum``."""
         function: Any = getattr(losses, name)
         if name == "lk_lambda":
             function = partial(function, eta=self.config.lk_eta)
         elif name == "jsd":
             function = partial(function, beta=self.config.beta)  # type: ignore[attr-defined]
-        own = [
-            head.weight if self.ids is None or self._is_reduced(head) else head.weight[self.ids.to(head.weight.device)]
-            for head in self.own
-        ]
-        size = self.rows_at_once(self.sliced)
-        return losses.divergence_sum(pairs, self.sliced, function, top_k, size, own)
+        own, size = [self._rows_of(head) for head in self.own], self.rows_at_once(self.sliced)
+        correction = None if pairs.latents is None or self.correction is None else self._rows_of(self.correction)
+        return losses.divergence_sum(pairs, self.sliced, function, term, size, own, correction, overlap)
+
+    def _rows_of(self, head: nn.Linear) -> Tensor:
+        """The weights of ``head`` for the tokens ``ids``."""
+        if self.ids is None or self._is_reduced(head):
+            return head.weight
+        return head.weight[self.ids.to(head.weight.device)]
 
     # ------------------------------------------------------------------------------------------- figures
 
@@ -85,8 +93,12 @@ class LMHeads:
         overlap, agree, size = [], [], self.rows_at_once(self.target)
         for number, predicted in enumerate(pairs.predictions):
             head = self.own_of(number) or self.target
-            for some, targets in zip(predicted.split(size), pairs.targets.split(size), strict=True):
-                ours, theirs = head(some), self.target(targets)
+            latents = None if pairs.latents is None else pairs.latents[number]
+            for start in range(0, max(1, len(predicted)), size):
+                rows = slice(start, start + size)
+                ours, theirs = head(predicted[rows]), self.target(pairs.targets[rows])
+                if latents is not None and self.correction is not None:
+                    ours = ours + self.correction(latents[rows])
                 p, q = theirs.float().softmax(-1), ours.float().softmax(-1)
                 if self.ids is not None and self._is_reduced(head):
                     p = p[:, self.ids.to(p.device)]

@@ -26,20 +26,30 @@ class Pairs:
         targets: ``[n, H]``, the target's features for these tokens; or int64 ``[n]``, tokens, -1 for one outside
             ``loss_vocab``.
         weights: ``[S, n]``, what each prediction counts in the loss; None: 1.
+        tokens: int64 ``[n]``, the text's tokens, -1 for one outside ``loss_vocab``; None: the loss needs none.
+        latents: ``[S, n, r]``, input of the drafter's correction of its logits; None: they are not corrected.
+        confidence: ``[n]``, logits of the estimated acceptance; None: the drafter does not estimate it.
     """
 
     predictions: Tensor
     targets: Tensor
     weights: Tensor | None = None
+    tokens: Tensor | None = None
+    latents: Tensor | None = None
+    confidence: Tensor | None = None
 
     def at(self, rows: Tensor) -> "Pairs":
         """The pairs of some tokens; ``rows`` is an index or a mask over n."""
         weights = None if self.weights is None else self.weights[:, rows]
-        return Pairs(self.predictions[:, rows], self.targets[rows], weights)
+        tokens = None if self.tokens is None else self.tokens[rows]
+        latents = None if self.latents is None else self.latents[:, rows]
+        confidence = None if self.confidence is None else self.confidence[rows]
+        return Pairs(self.predictions[:, rows], self.targets[rows], weights, tokens, latents, confidence)
 
     def perfect(self) -> "Pairs":
         """The pairs of a drafter that gives exactly the target's features."""
-        return replace(self, predictions=self.targets.expand(len(self.predictions), *self.targets.shape))
+        predictions = self.targets.expand(len(self.predictions), *self.targets.shape)
+        return replace(self, predictions=predictions, latents=None, confidence=None)
 
 
 def regression_sum(pairs: Pairs) -> Tensor:
@@ -146,19 +156,34 @@ class TopK:
     count: int
     weight: float
 
-    def choose(self, p: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, p: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """The weighted p(x) and the ids of the tokens in K; ``[rows, count]`` each."""
         chosen = p.topk(min(self.count, p.shape[-1]), sorted=False)
         return self.weight * chosen.values, chosen.indices
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Adds ``- weight log q(t)``, t the text's tokens int64 ``[n]``, -1 for one without this term (DSpark)."""
+
+    tokens: Tensor
+    weight: float
+
+    def choose(self, p: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """The weight, or 0, and the token; ``[rows, 1]`` each."""
+        tokens = self.tokens[rows, None]
+        return self.weight * (tokens >= 0).to(p.dtype), tokens.clamp_min(0)
 
 
 def divergence_sum(
     pairs: Pairs,
     lm_head: nn.Linear,
     divergence: Divergence = cross_entropy,
-    top_k: TopK | None = None,
+    term: TopK | TextTokens | None = None,
     chunk_rows: int = 256,
     own: Sequence[Tensor] = (),
+    correction: Tensor | None = None,
+    overlap: Tensor | None = None,
 ) -> Tensor:
     """The drafter's divergence from the target over the vocabulary at temperature 1, summed over tokens:
     p = softmax(lm_head(targets)), q = softmax(lm_head(predictions)). S predictions share the target's logits.
@@ -171,17 +196,21 @@ def divergence_sum(
         pairs: of n tokens.
         lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``own``.
         divergence: one of those above.
-        top_k: a term to add.
+        term: a term to add.
         chunk_rows: rows of logits in memory at a time.
         own: the weight ``[V, h]`` of an LM head of the drafter's own for each of the S predictions, or one for all,
             whose sums must then enter the loss with one factor; it gets a gradient if it requires one.
+        correction: the weight W ``[V, r]`` of the drafter's correction: q = softmax(lm_head(predictions) + W latents).
+            It gets a gradient, and its sums must enter the loss with one factor.
+        overlap: float32 ``[S, n]``, overwritten with sum_x min(p(x), q(x)), the acceptance rate of sampled drafting;
+            with tokens as targets it is q(token).
 
     Returns:
         float32 ``[S]``.
     """
+    given = pairs.predictions, pairs.latents, correction, pairs.targets, pairs.weights
     head = lm_head.weight, lm_head.bias, getattr(lm_head, "change", None)
-    given = pairs.predictions, pairs.targets, pairs.weights, *head
-    sums: Tensor = _Divergence.apply(*given, divergence, top_k, chunk_rows, *own)
+    sums: Tensor = _Divergence.apply(*given, *head, divergence, term, chunk_rows, overlap, *own)
     return sums
 
 
@@ -224,64 +253,96 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any,
         predictions: Tensor,
+        latents: Tensor | None,
+        correction: Tensor | None,
         targets: Tensor,
         weights: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         change: LogitChange | None,
         divergence: Divergence,
-        top_k: TopK | None,
+        term: TopK | TextTokens | None,
         chunk_rows: int,
+        overlap: Tensor | None,
         *own: Tensor,
     ) -> Tensor:
         shared = len(own) == 1
         heads = own * len(predictions) if shared else own or [weight] * len(predictions)
         wide = torch.promote_types(predictions.dtype, torch.float32)
         # Summed over the chunks in float32, as gradients are over micro-batches.
-        wanted = zip(own, ctx.needs_input_grad[9:], strict=True)
+        wanted = zip(own, ctx.needs_input_grad[12:], strict=True)
         own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
         totals = torch.zeros(len(predictions), dtype=wide, device=predictions.device)
         gradient = torch.empty_like(predictions)
+        by_latents = None if latents is None else torch.empty_like(latents)
+        by_correction = None if correction is None else torch.zeros_like(correction, dtype=wide)
         chunk_rows = min(chunk_rows, (2**31 - 1) // len(weight))  # torch.dot counts in 32 bits
         for start in range(0, len(targets), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
             p, known = _distribution(targets[rows], weight, bias, change, wide)
-            chosen = None if top_k is None else top_k.choose(p)
+            chosen = None if term is None else term.choose(p, rows)
             for k, (total, ours, slopes) in enumerate(zip(totals, predictions, gradient, strict=True)):
                 each = None if weights is None else weights[k, rows].to(wide)
                 logits = F.linear(ours[rows], heads[k], None if own else bias)
                 changed = None if change is None or own else change(logits)
-                log_q = (logits if changed is None else changed).log_softmax(-1, dtype=wide)
-                del logits
+                inputs = None if latents is None else latents[k, rows]
+                whole = _corrected(logits if changed is None else changed, inputs, correction)
+                log_q = whole.log_softmax(-1, dtype=wide)
+                del logits, whole
                 if chosen is None:
                     part, slope = divergence(p, log_q, weight.dtype, each)
                 else:
-                    part, slope = _with_top_k(divergence, chosen, p, log_q, each)
+                    part, slope = _with_term(divergence, chosen, p, log_q, each)
                 total += part
+                if overlap is not None:
+                    overlap[k, rows] = torch.minimum(p, log_q).sum(-1)  # q, which the divergence left there
                 slope = slope.to(weight.dtype) if known is None else slope.to(weight.dtype).mul_(known)
                 if each is not None:
                     slope.mul_(each[:, None])
+                _add_correction(slope, inputs, correction, by_latents, by_correction, (k, rows))
                 if change is not None and changed is not None:
                     slope.mul_(change.slope(changed))
                 torch.mm(slope, heads[k], out=slopes[rows])
                 if own and (own_gradient := own_gradients[0 if shared else k]) is not None:
                     own_gradient += torch.mm(slope.T, ours[rows])
-        ctx.save_for_backward(gradient, *own_gradients)
+        ctx.save_for_backward(gradient, by_latents, by_correction, *own_gradients)
         return totals
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, *own = ctx.saved_tensors
+        gradient, by_latents, by_correction, *own = ctx.saved_tensors
         pairs = zip(own, grads[0], strict=False)
         of_own = [None if part is None else (part * each).to(gradient.dtype) for part, each in pairs]
-        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 8, *of_own
+        of_latents = None if by_latents is None else (by_latents * grads[0][:, None, None]).to(by_latents.dtype)
+        of_correction = None if by_correction is None else (by_correction * grads[0][0]).to(gradient.dtype)
+        return (gradient * grads[0][:, None, None]).to(gradient.dtype), of_latents, of_correction, *[None] * 9, *of_own
 
 
-def _with_top_k(
+def _corrected(logits: Tensor, latents: Tensor | None, correction: Tensor | None) -> Tensor:
+    """Logits ``[rows, V]`` with the drafter's correction, if it has one."""
+    return logits if latents is None or correction is None else torch.addmm(logits, latents, correction.T)
+
+
+def _add_correction(
+    slope: Tensor,
+    latents: Tensor | None,
+    correction: Tensor | None,
+    by_latents: Tensor | None,
+    by_correction: Tensor | None,
+    place: tuple[int, slice],
+) -> None:
+    """Add the gradients of a correction, from the gradient ``slope`` of its logits, if there is one."""
+    if latents is None or correction is None or by_latents is None or by_correction is None:
+        return
+    by_latents[place] = torch.mm(slope, correction)
+    by_correction += torch.mm(slope.T, latents)
+
+
+def _with_term(
     divergence: Divergence, chosen: tuple[Tensor, Tensor], p: Tensor, log_q: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A divergence and the Top-K term, as ``divergence`` returns them; ``chosen`` is of ``TopK.choose``."""
+    """A divergence and a term, as ``divergence`` returns them; ``chosen`` is of ``TopK.choose`` or another's."""
     known, tokens = chosen
     more = -_sum(known * log_q.gather(-1, tokens), weights)
     part, slope = divergence(p, log_q, p.dtype, weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -64,6 +64,7 @@ class Task(ABC):
         layers_config: the configuration of the module's layers.
         lm_heads: names of weights that are LM heads or embeddings; the module's forward takes no product with them.
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
+        block_size, slots: of a block drafter, the rows of a block, and those that predict.
         base: with the config's ``lora``, the drafter that the adapter is for.
     """
 
@@ -75,6 +76,8 @@ class Task(ABC):
     against_logits = True
     lm_heads: tuple[str, ...] = ()
     draft_ids: Tensor | None = None
+    block_size: int | None = None
+    slots = 1
     base: BaseHead | None = None
     config: TrainConfig
     module: nn.Module
@@ -113,6 +116,10 @@ class Task(ABC):
     def fit(self, train: Source) -> None:  # noqa: B027
         """With the config's ``solves_weights``: solve for some new weights from the training data."""
 
+    def describe(self, train: Source) -> str | None:
+        """One line on what of the training data is trained on, if not all answers; raises ValueError if nothing is."""
+        return None
+
     def rate_factors(self, step: int) -> dict[str, float]:
         """By prefix of weights' names, their factor on the learning rate after ``step`` steps; other weights: 1."""
         return {}
@@ -140,6 +147,14 @@ class Task(ABC):
         random positions draws them by ``seed``, which is None on held-out text.
         """
         return batch.shifted(batch.loss_mask, self.ahead).flatten().nonzero().squeeze(1)
+
+    def choose(self, batch: Batch, seed: int | None = None) -> Batch:
+        """``batch`` with its trained positions; arguments as for ``rows``."""
+        return replace(batch, rows=self.rows(batch, seed))
+
+    def choose_most(self, batch: Batch) -> Batch:
+        """``batch`` with as many trained positions as it can have, for an estimate; their values mean nothing."""
+        return replace(batch, rows=torch.arange(batch.tokens))
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         """Predictions, targets and weights of the trained positions ``batch.rows``.
@@ -169,6 +184,12 @@ class Task(ABC):
     def judged(self, pairs: Pairs) -> Pairs:
         """The predictions that draft, beside the features of the target that will verify them."""
         return pairs
+
+    def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
+        """The predictions that draft ``tokens``, int64 ``[n]``, indices into a batch of one dialogue, beside the
+        features of the target that will verify them."""
+        pairs = self.pairs(module, replace(batch, rows=tokens - self.ahead))
+        return self.judged(replace(pairs, targets=batch.features[0, tokens - 1]))
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """Figures on held-out text beside the losses.

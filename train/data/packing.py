@@ -13,7 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -65,6 +65,8 @@ class Batch:
         segments: int64 ``[R, L]``, which dialogue of the row a token belongs to; -1 for padding.
         spans: the place of each dialogue.
         rows: int64 ``[n]``, flat indices into ``[R * L]`` of the trained positions, once a task has chosen them.
+        anchors: of a block drafter, by dialogue: the positions of its blocks' anchors, ascending.
+        places: int64 ``[n]``, the place of each of ``rows`` among the slots of all blocks: block * slots + slot.
     """
 
     input_ids: Tensor
@@ -75,6 +77,8 @@ class Batch:
     segments: Tensor
     spans: list[Span]
     rows: Tensor = NONE
+    anchors: list[list[int]] = field(default_factory=list)
+    places: Tensor = NONE
 
     @property
     def tokens(self) -> int:

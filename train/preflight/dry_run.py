@@ -254,6 +254,8 @@ def add_estimates(
         report.add("served by", served_text(config.drafter, task.drafter_config(), target))
     if (start := config.init_from) is not None:
         report.check("init_from", lambda: init_from(task, start), f"{start}, whose weights fit")
+    if store is not None:
+        report.check("trained on", lambda: task.describe(store) or "all answers", str)
     if workload:
         report.add("steps", workload.describe_steps(config))
     size = f"at most {len(lengths)} dialogues of {longest:,} tokens"

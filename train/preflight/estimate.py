@@ -25,7 +25,7 @@ from drafters.model.stock import logit_change
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
-from train.core.losses import Pairs, default_chunk_rows, two_chunks_only
+from train.core.losses import default_chunk_rows, two_chunks_only
 from train.core.optimizer import exact_buffers
 from train.core.runtime import dtype_of, rank_device
 from train.core.task import Task, make_task
@@ -144,7 +144,7 @@ def pass_memory(
     Returns:
         ``batch``: the micro-batch; ``loss``: the loss's own peak, its rows of logits; ``pass``: all.
     """
-    dtype, tokens = dtype_of(config), sum(lengths)
+    dtype = dtype_of(config)
     # Tensors without contents on the CPU, new modules in ``dtype``.
     with (
         FakeTensorMode(),
@@ -163,18 +163,17 @@ def pass_memory(
         with PeakMemory() as memory:
             batch = RandomStore(config, target, lengths).batch()
             given = memory.now
-            batch = replace(batch, rows=torch.arange(tokens))
+            batch = task.choose_most(batch)
             if checkpointing:
                 checkpoint_activations(task.module)
             task.losses(task.pairs(task.module, batch, seed=0))["loss"].backward()
             whole = memory.peak
+        with torch.no_grad():
+            pairs = task.pairs(task.module, batch, seed=0)
         with PeakMemory() as memory:
-            known = torch.empty(tokens, target.hidden_size, dtype=dtype)
-            width = task.heads.own[0].in_features if task.heads.own else target.hidden_size
-            shape = (task.predictions, tokens, width)
-            predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
+            predicted = torch.empty_like(pairs.predictions, requires_grad=True)
             before = memory.now
-            losses = task.losses(Pairs(predicted, known))
+            losses = task.losses(replace(pairs, predictions=predicted))
             loss = memory.peak - before
             del losses
     return {"batch": given, "loss": loss, "pass": whole}
@@ -251,7 +250,7 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, lengths: list[i
         module = task.module.to(device, dtype_of(config))
     optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)
     batch = RandomStore(config, target, lengths, trained).batch().to(device, dtype_of(config))
-    batch = replace(batch, rows=task.rows(batch))
+    batch = task.choose(batch)
     for step in range(MEASURED_STEPS + 1):
         if step == 1:
             began = _now(device)

@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
         "weight_average": None,
     }
     # No noise, the original dialogues with all answers, and the target's distributions, which the drafter is judged by.
-    plain = {"noise": "none", "labels": "target", "on_policy": None, "boost": None}
+    plain: dict[str, Any] = {"noise": "none", "labels": "target", "on_policy": None, "boost": None}
+    plain |= {"token_weight": 0.0, "target_weight": 1.0}
     changes |= {key: value for key, value in plain.items() if key in type(config).model_fields}
     return validate(type(config), {**config.model_dump(), **changes}, source="--overfit")
 
@@ -136,7 +137,7 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
     few = FirstDialogues(inputs.train, count) if isinstance(inputs.train, FeatureStore) else inputs.train
     task = make_task(config, inputs.ends)
     batches = [collate(few, [index], config.taps) for index in range(len(few))]
-    if not any(len(task.rows(batch)) for batch in batches):
+    if not any(len(task.choose(batch).rows) for batch in batches):
         raise ValueError(f"--overfit {count}: none of these dialogues has a trained token; take more of them")
     findings: list[Finding] = []
 
@@ -220,7 +221,7 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
     equal.heads = LMHeads(run.config, task.ends.lm_head)
     equal.heads.ids = task.heads.ids
     for packed in batches:
-        batch = replace(packed, rows=task.rows(packed)).to(run.engine.device, runtime.dtype_of(run.config))
+        batch = task.choose(packed).to(run.engine.device, runtime.dtype_of(run.config))
         pairs = task.pairs(module, batch)
         above += float(task.losses(pairs)["loss"] - equal.losses(pairs.perfect())["loss"])
         count += len(batch.rows)
@@ -243,9 +244,7 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
         place = answer_positions(batch.loss_mask, batch.segments)[0]
         last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0] & (place > 0)
         t = place[task.earliest :].ge(0).nonzero()[:, 0] + task.earliest
-        pairs = task.pairs(module, replace(batch, rows=t - task.ahead))
-        pairs = task.judged(replace(pairs, targets=batch.features[0, t - 1]))
-        overlap = task.heads.compare(pairs)[0].mean(0)
+        overlap = task.heads.compare(task.answers(module, batch, t))[0].mean(0)
         for kind, chosen in (("first", place == 0), ("last", last), ("others", (place > 0) & ~last)):
             shared[kind] += overlap[chosen[t]].tolist()
     module.train()

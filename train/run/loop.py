@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +81,9 @@ class TrainRun:
     def _choose_tokens(self, saved: SavedState | None) -> None:
         """The vocabularies of draft and loss, and weights that are solved for: both from the training data."""
         find_frequent(self.task, self.inputs.train)
+        self.trained = self.task.describe(self.inputs.train)
+        if self.trained is not None and self.ranks.is_first:
+            print(self.trained)
         if saved is None and self.config.solves_weights:
             self.task.ends.to(rank_device())
             self.inputs.load_target(self.config, rank_device())
@@ -126,6 +128,7 @@ class TrainRun:
             **files.how_to_repeat(self.config, arguments, "deepspeed", "safetensors"),
             "data": {"train": files.describe_data(inputs.train.manifest)},
             "heldout": describe_heldout(self.config, inputs.heldout.manifest),
+            "trained": self.trained,
             "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
             "energy": self.energy.how,
             "hardware": hardware(self.engine.device),
@@ -254,8 +257,8 @@ class TrainRun:
         self._report(bar, losses, norm, rate, tokens / (time.monotonic() - began))
 
     def _with_rows(self, batch: Batch, seed: int) -> Batch:
-        rows = self.task.rows(batch, seed)
-        return replace(batch, rows=rows.pin_memory() if self.data.pin else rows)  # else the copy would wait for the GPU
+        chosen = self.task.choose(batch, seed)
+        return chosen.pin_memory() if self.data.pin else chosen  # else the copy would wait for the GPU
 
     def _report(self, bar: Any, losses: dict[str, float], norm: float, rate: float, speed: float) -> None:
         bar.update(1)

@@ -6,9 +6,11 @@ do not count, because they are not useful work.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drafters.model.cache import head_sizes
 from train.core.task import Task
@@ -46,6 +48,18 @@ class TrainingCost:
         return self.token * sum(lengths) + self.pair * pairs + self.row * rows
 
 
+@dataclass(frozen=True)
+class BlockCost(TrainingCost):
+    """Of a block drafter: ``token`` is of each context token, ``row`` also of a slot's share of its block, and ``pair``
+    of a slot and a context token."""
+
+    def of(self, lengths: list[int], rows: float) -> float:
+        """A block is taken to attend to half of its dialogue, and a dialogue to have blocks by its length."""
+        tokens = sum(lengths)
+        seen = sum(length * length for length in lengths) / (2 * tokens) if tokens else 0.0
+        return self.token * tokens + (self.row + self.pair * seen) * rows
+
+
 def training_cost(task: Task) -> TrainingCost:
     """The cost of a task's module, by the shapes of its weights: on any device, also meta, before ZeRO-3
     partitions them."""
@@ -62,9 +76,22 @@ def training_cost(task: Task) -> TrainingCost:
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
+    if task.block_size is not None:
+        return block_cost(task, matrices, pair)
     steps = task.passes
     own_keys = pair * (steps * (steps - 1) // 2)  # step n sees n more keys, those of its own chain
     return TrainingCost(steps * token + own_keys, steps * pair, row_flops(task))
+
+
+def block_cost(task: Task, matrices: Mapping[str, Tensor], pair: int) -> BlockCost:
+    """The cost of a block drafter, whose context goes only through fc and the projections of keys and values."""
+    assert task.block_size is not None
+    context = {name: 6 * weights.numel() for name, weights in matrices.items() if name.startswith("fc")}
+    both = {name: 6 * weights.numel() for name, weights in matrices.items() if re.search(r"\b[kv]_proj\b", name)}
+    other = 6 * sum(weights.numel() for name, weights in matrices.items() if name not in {*context, *both})
+    share = task.block_size / task.slots  # rows of a block for each slot that predicts
+    of_slot = row_flops(task) + round(share * (sum(both.values()) + other))
+    return BlockCost(sum(context.values()) + sum(both.values()), round(share * pair), of_slot)
 
 
 def row_flops(task: Task) -> int:

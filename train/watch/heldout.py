@@ -1,7 +1,6 @@
 """Losses and figures on held-out text; some by the place of a token within its answer, which show a drafter that only
 learnt openings."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class Heldout:
         for share in self.shares[self.ranks.rank :: self.ranks.count]:
             batch = collate_or_stand_in(self.store, share, self.dialogues, task.config.taps)
             batch = complete(self.store, batch, task.config.taps)
-            batch = replace(batch, rows=task.rows(batch)).to(device, dtype)
+            batch = task.choose(batch).to(device, dtype)
             count = torch.tensor(len(batch.rows), device=device)
             pairs = task.pairs(module, batch)
             found = {name: Ratio(total, count) for name, total in task.losses(pairs).items()}

@@ -1,0 +1,278 @@
+"""Train a DFlash head: blocks at random anchors of the target's answers, drafted from its states before each anchor.
+
+    deepspeed train/dflash.py --config configs/dflash/stdlib.yaml [--resume] [key=value ...]
+    python train/dflash.py --config configs/dflash/stdlib.yaml --dry-run    # check; estimate memory, disk, time
+    deepspeed train/dflash.py --config configs/dflash/stdlib.yaml --overfit 8    # can it learn 8 dialogues?
+
+Processes and files are those of train/eagle.py.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
+
+from train.core.block_config import DFlashConfig
+from train.preflight.command import program
+
+if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
+    program(DFlashConfig, __doc__)
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drafters.methods.eagle3 import D2T
+from drafters.model.ends import FrozenEnds
+from train.core.attention import Blocks, take_dialogues
+from train.core.losses import Pairs, TextTokens
+from train.core.task import Ratio, Task, mean, target_states, text_tokens
+from train.data.packing import Batch, Source
+
+DESCRIBED = 1000  # dialogues that ``describe`` reads
+
+
+class DFlashTask(Task):
+    """Sections 3.1 and 3.2 of the paper (Chen et al. 2026, arXiv 2602.06036), K tokens t of a block with anchor a, g
+    the target's states, m mask tokens:
+
+    q_1 .. q_K = softmax(LM_head(head(g_{<a}; t_a, m, .., m)))
+    L          = sum_k w_k CrossEntropy(t_{a+k}, q_k),  w_k = exp(-(k - 1) / gamma)
+
+    or as the config's weights say. Each dialogue has its own anchors, drawn in each epoch among the positions whose
+    next token belongs to an answer. A block is trained up to the end of the answer, so that first slots learn the last
+    tokens of answers, too; its later slots have no loss.
+    """
+
+    schema: ClassVar[type[DFlashConfig]] = DFlashConfig
+    config: DFlashConfig
+    ahead = 1
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {"tree": "chain"}, "tree": {"tree": "tree"}}
+
+    def __init__(self, config: DFlashConfig, ends: FrozenEnds) -> None:
+        super().__init__(config.settled(lambda: ends.config.num_hidden_layers), ends)
+        if config.mask_token_id >= ends.lm_head.out_features:
+            raise ValueError(
+                f"mask_token_id is {config.mask_token_id:,}, and the target's vocabulary has "
+                f"{ends.lm_head.out_features:,} tokens; give an id below that, of a token that texts lack"
+            )
+        head: Any = self.module
+        self.layers_config, self.block_size, self.slots = head.config, config.block_size, config.slots
+        self.against_logits = config.target_weight > 0
+        if head.lm_head is not None:
+            self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
+
+    def build(self) -> nn.Module:
+        module: nn.Module = self.drafter.build_module(self.ends.config, self.drafter_config())
+        take_dialogues(module)
+        return module
+
+    def drafter_config(self) -> dict[str, Any]:
+        names = ("layout", "block_size", "mask_token_id", "layer", "layers", "causal")
+        options = {name: getattr(self.config, name) for name in names}
+        return options | {"taps": list(self.config.taps), "draft_vocab_size": self.config.draft_vocab}
+
+    @property
+    def loss_tokens(self) -> int | None:
+        return self.config.draft_vocab or self.config.loss_vocab
+
+    def draft_with(self, ids: Tensor) -> None:
+        """The head's LM head is over these tokens, in the order of their ids, and begins as the target's; the tokens of
+        ``init_from`` stay."""
+        head: Any = self.module
+        known: Tensor = getattr(head, D2T)
+        if self.config.init_from is None:
+            ordered = ids.long().sort().values
+            known.copy_(ordered - torch.arange(len(ids)))
+            head.lm_head.weight.data.copy_(self.ends.lm_head.scaled[ordered])
+        self.draft_ids = self.heads.ids = (known + torch.arange(len(known))).int()
+
+    def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}  # d2t is among the weights
+
+    # ------------------------------------------------------------------------------------------- anchors
+
+    def choose(self, batch: Batch, seed: int | None = None) -> Batch:
+        """Anchors of each dialogue, drawn by ``seed`` and its number in the store, and the trained slots behind them;
+        on held-out text they are spread evenly."""
+        slots, follows = self.slots, batch.shifted(batch.loss_mask, self.ahead)
+        anchors, rows, places = [], [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        blocks = 0
+        for span in batch.spans:
+            trained = span.of(follows)
+            own = self.drawn(trained, seed, span.dialogue)
+            kept = torch.arange(slots) < runs(trained)[own, None]  # [m, K]
+            rows.append((span.start + own[:, None] + torch.arange(slots))[kept])
+            places.append(blocks * slots + kept.flatten().nonzero().squeeze(1))
+            anchors.append(own.tolist())
+            blocks += len(own)
+        if not blocks:  # nothing to train on here; the head must run, because other ranks do
+            anchors = [[0]]
+        return replace(batch, rows=torch.cat(rows), places=torch.cat(places), anchors=anchors)
+
+    def choose_most(self, batch: Batch) -> Batch:
+        counts = [self.most_blocks(span.length) for span in batch.spans]
+        total = sum(counts) * self.slots
+        anchors = [
+            [n * span.length // count for n in range(count)] for span, count in zip(batch.spans, counts, strict=True)
+        ]
+        places = torch.arange(total)
+        return replace(batch, rows=places % batch.tokens, places=places, anchors=anchors)
+
+    def most_blocks(self, positions: int) -> int:
+        """Blocks of a dialogue with this number of positions that can be anchors."""
+        return min(self.config.anchors, math.ceil(self.config.anchor_share * positions))
+
+    def drawn(self, trained: Tensor, seed: int | None, dialogue: int) -> Tensor:
+        """Positions of anchors, int64 ``[m]``, ascending, among those ``trained`` (bool ``[T]``)."""
+        possible = trained.nonzero().squeeze(1)
+        count = self.most_blocks(len(possible))
+        if seed is None:
+            return possible[torch.arange(count) * len(possible) // max(count, 1)]
+        generator = torch.Generator().manual_seed((seed * 2_654_435_761 + dialogue) % 2**63)
+        return possible[torch.randperm(len(possible), generator=generator)[:count]].sort().values
+
+    def describe(self, train: Source) -> str:
+        """The anchors of an epoch, those with a whole block, and the share of answers' tokens that the blocks cover."""
+        slots, possible, whole, blocks, covered, answers = self.slots, 0, 0, 0, 0, 0
+        shortest, longest = math.inf, 0
+        for index in range(min(len(train), DESCRIBED)):
+            mask = train[index].loss_mask
+            trained = torch.cat([mask[1:], mask.new_zeros(1)])
+            left = runs(trained)
+            begins = trained & ~torch.cat([mask.new_zeros(1), trained[:-1]])
+            own = self.drawn(trained, self.config.seed * 1_000_003, index)
+            reached = torch.zeros(len(mask) + slots, dtype=torch.bool)
+            reached[(own[:, None] + torch.arange(slots)).flatten()] = True
+            covered += int((reached[: len(mask)] & trained).sum())
+            possible, answers = possible + int(trained.sum()), answers + int(trained.sum())
+            whole, blocks = whole + int((left[own] >= slots).sum()), blocks + len(own)
+            if begins.any():
+                shortest = min(shortest, int(left[begins].min()))
+                longest = max(longest, int(left[begins].max()))
+        if not whole:
+            raise ValueError(
+                f"block_size is {self.config.block_size}, whose blocks predict {slots} tokens, and the longest answer "
+                f"has {longest}: {blocks:,} anchors remain, and none has a whole block; set a smaller block_size"
+            )
+        short = f"; the shortest answer has {shortest} tokens, a block {slots}" if shortest < slots else ""
+        return (
+            f"anchors: {blocks:,} of {possible:,} positions an epoch, {whole:,} of them with a whole block; they cover "
+            f"{covered / answers:.1%} of the answers' tokens{short}"
+        )
+
+    # ------------------------------------------------------------------------------------------- one micro-batch
+
+    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
+        states = self.states(module, batch)
+        predictions = states.flatten(0, 1)[batch.places][None]
+        tokens = self.heads.places(text_tokens(batch, self.ahead).flatten()[batch.rows])
+        targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
+        if seed is not None and not self.against_logits:
+            targets = tokens
+        pairs = Pairs(predictions, targets, tokens=tokens, **self.conditional(states, batch))
+        return replace(pairs, weights=self.weights(pairs, batch))
+
+    def states(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """``[m, K, H]``, as they enter the LM head: of the slots that predict, of all blocks."""
+        config, device = self.config, batch.input_ids.device
+        anchors = torch.tensor([place for own in batch.anchors for place in own], dtype=torch.int64, device=device)
+        masks = anchors.new_full((len(anchors), config.block_size - 1), config.mask_token_id)
+        ids = torch.cat([self.tokens_at_anchors(batch)[:, None], masks], dim=1)
+        places = anchors[:, None] + torch.arange(config.block_size, device=device)
+        features = torch.cat([batch.taps[tap] for tap in config.taps], dim=-1)
+        positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
+        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, config.block_size, config.causal)
+        found = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
+        return found.view(len(anchors), config.block_size, found.shape[-1])[:, config.block_size - config.slots :]
+
+    def tokens_at_anchors(self, batch: Batch, behind: Tensor | None = None) -> Tensor:
+        """int64 ``[m]``: the tokens at the anchors; or ``[m, K]``, ``behind`` them (int64 ``[K]``), the last one of
+        the row where there are no more."""
+        starts = itertools.accumulate(batch.dialogue_lengths(), initial=0)
+        flat = [start + place for start, own in zip(starts, batch.anchors, strict=False) for place in own]
+        at = torch.tensor(flat, dtype=torch.int64, device=batch.input_ids.device)
+        if behind is not None:
+            at = (at[:, None] + behind).clamp_max(batch.input_ids.shape[1] - 1)
+        return batch.input_ids[0, at]
+
+    def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Further parts of the pairs, from the slots' states ``[m, K, H]``, if slots depend on the tokens before."""
+        return {}
+
+    def weights(self, pairs: Pairs, batch: Batch) -> Tensor | None:
+        """``[1, n]``: what each trained slot counts, by the config's ``position_weights``."""
+        config, device = self.config, pairs.predictions.device
+        if config.position_weights == "uniform":
+            return None
+        if config.position_weights == "exponential":
+            each = torch.exp(-torch.arange(config.slots, device=device) / config.decay)
+            return (each / each.mean())[batch.places % config.slots][None]
+        accepted = torch.zeros(sum(map(len, batch.anchors)) * config.slots, device=device)
+        accepted[batch.places] = (1 + self.acceptance(pairs)) / 2
+        survival = accepted.view(-1, config.slots).cumprod(1)  # 0 behind the last trained slot
+        return survival.flip(1).cumsum(1).flip(1).flatten()[batch.places][None]
+
+    @torch.no_grad()
+    def acceptance(self, pairs: Pairs) -> Tensor:
+        """a_i of D-PACE, ``[n]``."""
+        found = torch.zeros(pairs.predictions.shape[:2], device=pairs.predictions.device)
+        compared = pairs if self.against_logits else of_text(pairs)
+        self.heads.divergence(compared, "cross_entropy", overlap=found)
+        return found[0]
+
+    def losses(self, pairs: Pairs) -> dict[str, Tensor]:
+        return {"loss": self.block_loss(pairs)}
+
+    def block_loss(self, pairs: Pairs, overlap: Tensor | None = None) -> Tensor:
+        """The loss of all slots, a sum over them; ``overlap``: as for ``train.core.losses.divergence_sum``."""
+        config = self.config
+        if not self.against_logits:
+            return config.token_weight * self.heads.divergence(of_text(pairs), "cross_entropy").sum()
+        term = None
+        if config.token_weight:
+            assert pairs.tokens is not None
+            term = TextTokens(pairs.tokens, config.token_weight / config.target_weight)
+        each = self.heads.divergence(pairs, config.classification_loss, term, overlap)
+        return config.target_weight * each.sum()
+
+    def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
+        """Neighbouring ``tokens`` are drafted from neighbouring slots, so that all slots draft some."""
+        slots, wanted = self.slots, tokens.cpu()
+        slot = torch.arange(len(wanted)) % slots
+        slot = torch.minimum(slot, wanted - 1)  # no anchor before the dialogue
+        anchors, block = (wanted - 1 - slot).unique(return_inverse=True)
+        places = (block * slots + slot).to(tokens.device)
+        chosen = replace(batch, rows=tokens - 1, places=places, anchors=[anchors.tolist()])
+        return replace(self.pairs(module, chosen), targets=batch.features[0, tokens - 1])
+
+    def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+        """Also by slot, from 1 on: ``slot_k_top1`` and ``slot_k_expected_acceptance``, behind the text's own tokens."""
+        (overlap,), (agree,) = self.heads.compare(pairs)
+        found = {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
+        slot = batch.places % self.slots
+        for k in range(self.slots):
+            found[f"slot_{k + 1}_top1"] = mean(agree[slot == k])
+            found[f"slot_{k + 1}_expected_acceptance"] = mean(overlap[slot == k])
+        return found
+
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        raise NotImplementedError("a block drafter predicts slots of blocks: pairs")
+
+
+def of_text(pairs: Pairs) -> Pairs:
+    """The pairs with the text's tokens as targets."""
+    assert pairs.tokens is not None
+    return replace(pairs, targets=pairs.tokens)
+
+
+def runs(trained: Tensor) -> Tensor:
+    """int64 ``[T]``: how many positions in a row, from each on, are ``trained`` (bool ``[T]``)."""
+    index = torch.arange(len(trained))
+    ends = torch.where(trained, len(trained), index).flip(0).cummin(0).values.flip(0)
+    return ends - index

@@ -1,0 +1,86 @@
+"""Train a DSpark head: DFlash's backbone, a Markov head over its blocks, and a head that estimates acceptance.
+
+    deepspeed train/dspark.py --config configs/dspark/stdlib.yaml [--resume] [key=value ...]
+    python train/dspark.py --config configs/dspark/stdlib.yaml --dry-run    # check; estimate memory, disk, time
+    deepspeed train/dspark.py --config configs/dspark/stdlib.yaml --overfit 8    # can it learn 8 dialogues?
+
+Processes and files are those of train/eagle.py.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
+
+from train.core.block_config import DSparkConfig
+from train.preflight.command import program
+
+if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
+    program(DSparkConfig, __doc__)
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.model.ends import FrozenEnds
+from train.core.losses import Pairs
+from train.core.task import Ratio
+from train.data.packing import Batch
+from train.dflash import DFlashTask
+
+
+class DSparkTask(DFlashTask):
+    """Section 3 of the paper (DeepSeek 2026, arXiv 2607.05147), DFlash's blocks with logits z_k of slot k and
+    the text's token t_{k-1} before it, p of the target:
+
+    q_k = softmax(z_k + W2 latent(t_{k-1}, h_k)),  c_k = sigmoid(confidence(h_k, t_{k-1}))
+    L   = sum_k w_k (0.1 CrossEntropy(t_k, q_k) + 0.9 ||p_k - q_k||_1 + BCE(c_k, sum_x min(p_k(x), q_k(x))))
+
+    with w_k = exp(-(k - 1) / 4), or as the config says. The confidence's label has no gradient. With ``draft_vocab``
+    it compares distributions over those tokens, so it is too large where the target's token is another.
+    """
+
+    schema: ClassVar[type[DSparkConfig]] = DSparkConfig
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, ends: FrozenEnds) -> None:
+        super().__init__(config, ends)
+        head: Any = self.module
+        self.heads.correction = head.markov_head.markov_w2
+        # The loss multiplies with W2; W1 is an embedding.
+        self.lm_heads = (*self.lm_heads, "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+
+    def drafter_config(self) -> dict[str, Any]:
+        names = ("markov_head", "markov_rank", "confidence_head")
+        return super().drafter_config() | {name: getattr(self.config, name) for name in names}
+
+    def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
+        head: Any = self.module
+        previous = self.tokens_at_anchors(batch, torch.arange(self.slots, device=states.device))  # [m, K]
+        latents = head.markov_head(previous, states).flatten(0, 1)
+        found = {"latents": latents[batch.places][None]}
+        if self.config.confidence_head:
+            chosen = states.flatten(0, 1)[batch.places], previous.flatten()[batch.places]
+            found["confidence"] = head.confidence(*chosen)
+        return found
+
+    def losses(self, pairs: Pairs) -> dict[str, Tensor]:
+        if pairs.confidence is None:
+            return super().losses(pairs)
+        accepted = torch.empty(pairs.predictions.shape[:2], device=pairs.predictions.device)
+        loss = self.block_loss(pairs, overlap=accepted)
+        weights = None if pairs.weights is None else pairs.weights[0]
+        label = accepted[0].clamp(0, 1)
+        confidence = F.binary_cross_entropy_with_logits(pairs.confidence, label, weights, reduction="sum")
+        return {"loss": loss + self.config.confidence_weight * confidence, "confidence_loss": confidence}
+
+    def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+        """Also ``confidence_error``: mean distance of the estimated acceptance from sum_x min(p, q)."""
+        found = super().heldout(module, batch, pairs)
+        if pairs.confidence is not None:
+            (overlap,), _ = self.heads.compare(pairs)
+            distance = (pairs.confidence.sigmoid() - overlap).abs()
+            found["confidence_error"] = Ratio(distance.sum(), torch.tensor(len(distance), device=distance.device))
+        return found
