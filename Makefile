@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test lint format mutants docs gpu quickstart quickstart-clean suite real real-clean clean
+.PHONY: help setup engines test test-long lint format mutants docs gpu quickstart quickstart-clean suite real real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -41,7 +41,11 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) lint
-	python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+	python -m pytest -n logical --dist loadfile --no-loadscope-reorder -m "not long"
+
+# What would take make test beyond a quarter of an hour on two cores.
+test-long: $(READY)
+	python -m pytest -n logical --dist load -m long
 
 docs: $(READY)
 	mkdocs build --strict --quiet

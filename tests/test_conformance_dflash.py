@@ -18,7 +18,9 @@ TestChainAll = conformance.suite(lambda t: dflash(t, 0.0, "chain"), accepts="all
 TestChainSome = conformance.suite(
     lambda t: dflash(t, 0.3, "chain", "anchor-first", draft_vocab_size=KEPT), accepts="some", families=("mixtral",)
 )
-TestChainRandomHead = conformance.suite(lambda t: dflash(t, None, "chain", causal=True, layer="llama"))
+TestChainRandomHead = conformance.suite(
+    lambda t: dflash(t, None, "chain", causal=True, layer="llama"), families=("llama",)
+)
 TestTreeSome = conformance.suite(
     lambda t: dflash(t, 0.3, "tree", nodes=12, top_k=4), accepts="some", families=("llama", "mistral-sliding")
 )

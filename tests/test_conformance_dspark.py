@@ -12,7 +12,6 @@ TestChainRnn = conformance.suite(
     accepts="some",
     families=("llama",),
 )
-TestChainRandomHead = conformance.suite(lambda t: dspark(t, None, "chain", markov_head="gated"), families=("qwen3",))
 TestTreeSome = conformance.suite(
     lambda t: dspark(t, 0.2, "tree", nodes=12, top_k=3, markov_head="rnn"),
     accepts="some",

@@ -8,7 +8,6 @@ NEWER = {"fc_norm": True, "norm_output": True, "layer": "qwen3", "layers": 2}
 KEPT = tiny.VOCAB_SIZE * 9 // 10
 
 TestChainAll = conformance.suite(lambda t: eagle3(t, 0.0, "chain", depth=5), accepts="all", families=("llama", "qwen3"))
-TestChainSome = conformance.suite(lambda t: eagle3(t, 0.4, "chain", kept=KEPT), accepts="some", families=("mixtral",))
 TestStaticSome = conformance.suite(lambda t: eagle3(t, 0.4, "static", **NEWER), accepts="some", families=("llama",))
 TestDynamicSome = conformance.suite(
     lambda t: eagle3(t, 0.4, "dynamic", kept=KEPT, top_k=4, nodes=12, depth=5),

@@ -225,6 +225,7 @@ def own_text(folder: Path, target: TargetModel) -> Path:
     return tiny_run.write_texts(folder, target, tokens, masks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["fill-in", "anchor-first"])
 def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path, layout: str) -> None:
     """Catches training that does not fit decoding: a layout, positions or a context that are off by one, the mask's

@@ -19,7 +19,11 @@ from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
 TAPS = (tiny_run.TAP,)
+BF16 = {"own_lm_head": False, "precision": "bf16"}
 NEWER = {"fc_norm": True, "norm_output": True, "layer": "qwen3"}
+
+
+LEARNS = [{"draft_vocab": 60}, NEWER, pytest.param(BF16, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
     return tiny_run.settings(target.name, features, tmp_path / "run", tap_layers=list(TAPS), ttt_steps=3)
 
 
-@pytest.mark.parametrize("more", [{"draft_vocab": 60}, NEWER, {"own_lm_head": False, "precision": "bf16"}])
+@pytest.mark.parametrize("more", LEARNS)
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
     """Catches a loss that does not reach the head, an LM head left as it was, an export that drafts otherwise."""
     out = Path(settings["out"])
