@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from drafters.hub.model_card import Card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
 from drafters.loop.call import check_loaded
 from drafters.model import head_adapter
-from drafters.model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
+from drafters.model.draft_head import D2T, DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, draft_ids, kept_ids
 from drafters.model.target import TargetModel
 
 
@@ -108,6 +108,16 @@ class LearnedDrafter(Drafter):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push_to_hub(folder, repo_id, card=replace(card, title=card.title or self.card_title), **hub_options)
+
+    def own_draft_head(self, dtype: Literal["int8"] | None) -> DraftHead:
+        """The module's ``lm_head``, whose rows ``d2t`` may name; the target's LM head if it has none.
+
+        Raises:
+            ValueError: a d2t that is not increasing, or points outside of the vocabulary.
+        """
+        module: Any = self.module
+        ids = draft_ids(getattr(module, D2T, None), self.target.vocab_size)
+        return DraftHead(self.target, ids, dtype, module.lm_head)
 
     def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:
         """The target's LM head, or the drafter's ``own``, as this drafter uses it.

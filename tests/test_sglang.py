@@ -19,7 +19,8 @@ from drafters import TargetModel
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleDrafter
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options, draft_ids
+from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
+from drafters.model.draft_head import draft_ids
 from drafters.model.layers import default_layer
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,8 @@ from test_vllm import PYTHON
 
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.export import export
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options, draft_ids
+from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
+from drafters.model.draft_head import draft_ids
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 LONG = 9

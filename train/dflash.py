@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from drafters.methods.eagle3 import D2T
 from drafters.model.ends import FrozenEnds
 from train.core.attention import Blocks, take_dialogues
 from train.core.losses import Pairs, TextTokens
@@ -84,13 +83,7 @@ class DFlashTask(Task):
     def draft_with(self, ids: Tensor) -> None:
         """The head's LM head is over these tokens, in the order of their ids, and begins as the target's; the tokens of
         ``init_from`` stay."""
-        head: Any = self.module
-        known: Tensor = getattr(head, D2T)
-        if self.config.init_from is None:
-            ordered = ids.long().sort().values
-            known.copy_(ordered - torch.arange(len(ids)))
-            head.lm_head.weight.data.copy_(self.ends.lm_head.scaled[ordered])
-        self.draft_ids = self.heads.ids = (known + torch.arange(len(known))).int()
+        self.renumber(ids, from_target=True)
 
     def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {}, {}  # d2t is among the weights

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from drafters.methods.eagle3 import D2T
 from drafters.model.ends import FrozenEnds
 from train.core.losses import Pairs
 from train.core.task import Ratio, Task, mean, target_states
@@ -78,13 +77,7 @@ class Eagle3Task(Task):
 
     def draft_with(self, ids: Tensor) -> None:
         """The head's LM head is over these tokens, in the order of their ids; those of ``init_from`` stay."""
-        head: Any = self.module
-        known: Tensor = getattr(head, D2T)
-        if self.config.init_from is None:
-            known.copy_(ids.long().sort().values - torch.arange(len(ids)))
-            if self.config.lm_head_start == "target":
-                head.lm_head.weight.data.copy_(self.ends.lm_head.scaled[ids.long().sort().values])
-        self.draft_ids = self.heads.ids = (known + torch.arange(len(known))).int()
+        self.renumber(ids, from_target=self.config.lm_head_start == "target")
 
     def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {}, {}  # d2t is among the weights

@@ -1,10 +1,15 @@
 """True features of committed tokens that a head has not taken in yet: steps without a draft of its own add to them."""
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.state import last_of, rows_of
+from drafters.loop.state import DecodeState, last_of, rows_of
+from drafters.model.cache import KVCache
+from drafters.model.target import FeatureOutput, TargetModel
 
 
 class PendingFeatures:
@@ -40,3 +45,37 @@ class PendingFeatures:
         for number, row in enumerate(rows):
             self.features[row, 0], self.counts[row] = other.features[number, 0], 1
         self.features = self.features[:, : max(self.counts)]
+
+
+class StateReader(LearnedDrafter):
+    """A drafter whose head reads the target's states of committed tokens, and keeps them in a cache of its own."""
+
+    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
+        super().__init__(target, module, options)
+        self._cache = KVCache.nothing()
+        self._pending: PendingFeatures
+
+    def true_features(self, output: FeatureOutput) -> Tensor:
+        """Return what the head reads of the target's rows: ``[B, R, taps * H]``; without taps the features."""
+        return torch.cat([output.taps[tap] for tap in self.taps], dim=-1) if self.taps else output.features
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
+        self._cache.release()  # so that its memory can be reused
+        self._read_prompts(state, output)
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        cache, pending = self._cache, self._pending
+        self._read_prompts(part, output)
+        for number, row in enumerate(rows):
+            cache.copy_row(row, self._cache, number)
+        pending.replace(rows, self._pending)
+        self._cache.release()
+        self._cache, self._pending = cache, pending
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        self._pending.add(self.true_features(output), verdict)
+
+    def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
+        """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
+        raise NotImplementedError

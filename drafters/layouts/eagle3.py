@@ -29,7 +29,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from drafters.common.states import from_inputs, from_outputs
 from drafters.common.wording import shortened
 from drafters.layouts.config import CONFIG_FILE, made_from, rope, size
-from drafters.methods.eagle3 import D2T, Eagle3Options, draft_ids, head_kind
+from drafters.methods.eagle3 import Eagle3Options, head_kind
+from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.layers import ROPES
 
 METHOD = "eagle3"

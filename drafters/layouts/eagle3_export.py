@@ -30,7 +30,8 @@ from drafters.layouts.eagle3 import (
 )
 from drafters.layouts.readme import Form
 from drafters.layouts.released import EMBEDDING, another_target, in_one_dtype, rope_problems, weights_text
-from drafters.methods.eagle3 import D2T, Eagle3Head, Eagle3Options, draft_ids, head_kind
+from drafters.methods.eagle3 import Eagle3Head, Eagle3Options, head_kind
+from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.files import load_config_only
 
 STEPS = 5  # tokens of a draft in speculators' config.json; engines take another number on their command line

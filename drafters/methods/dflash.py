@@ -15,15 +15,12 @@ from transformers import PretrainedConfig
 
 from drafters.config import Config, DraftLayer, DraftSize, Layers, Vocabulary, validate
 from drafters.drafting.block_tree import Marginals, Slots, fill, grow_likeliest
-from drafters.drafting.pending import PendingFeatures
+from drafters.drafting.pending import PendingFeatures, StateReader
 from drafters.drafting.tree_plan import TreePlan, chain_plan, tree_plan
-from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.eagle3 import D2T, draft_ids
 from drafters.model.block_backbone import BlockBackbone, ContextLayer, block_rows
-from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHead, quantize_layers
 from drafters.model.layers import layer_config, own_rope
 from drafters.model.runner import Part, PartLayer
@@ -92,7 +89,7 @@ class BlockOptions(Config):
         return 1 if self.layout == "fill-in" else 0
 
 
-class DFlashDrafter(LearnedDrafter):
+class DFlashDrafter(StateReader):
     """Drafts a chain, a tree, or what the policy chooses, of one pass over the block.
 
     Raises:
@@ -130,8 +127,6 @@ class DFlashDrafter(LearnedDrafter):
             self.policy = Truncation(self.depth, self._has_confidence())
         self.remembers = self.policy is not None
         self._used: TreePlan  # of the latest draft
-        self._cache = KVCache.nothing()
-        self._pending: PendingFeatures
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -140,20 +135,6 @@ class DFlashDrafter(LearnedDrafter):
 
     def drafter_config(self) -> dict[str, Any]:
         return self.given.model_dump(exclude_defaults=True) | {"tree": self.given.tree, "layout": self.given.layout}
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        super().begin(state, output)
-        self._cache.release()  # so that its memory can be reused
-        self._read_prompts(state, output)
-
-    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        cache, pending = self._cache, self._pending
-        self._read_prompts(part, output)
-        for number, row in enumerate(rows):
-            cache.copy_row(row, self._cache, number)
-        pending.replace(rows, self._pending)
-        self._cache.release()
-        self._cache, self._pending = cache, pending
 
     def propose(self, state: DecodeState) -> DraftTree:
         depth = state.longest_draft(self.depth)
@@ -186,9 +167,6 @@ class DFlashDrafter(LearnedDrafter):
         elif self.policy is not None:
             self.policy.learn(self._used, draft.size, state, verdict)
 
-    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        self._pending.add(self._tapped(output), verdict)
-
     def slots(self, states: Tensor, state: DecodeState) -> Slots:
         """Scores of the slots, from their states ``[B, D, H]``."""
         return Marginals(self.lm_head(states))
@@ -208,14 +186,10 @@ class DFlashDrafter(LearnedDrafter):
 
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' rows into a new cache, all but the last of each, which is pending."""
-        features = self._tapped(output)
+        features = self.true_features(output)
         self._cache = self.target.new_cache(state.batch, state.cache.capacity, self.given.layers, self._layer)
         self._pending = PendingFeatures(features, state.prompt_lengths)
         self._read(features[:, :-1], [length - 1 for length in state.prompt_lengths])
-
-    def _tapped(self, output: FeatureOutput) -> Tensor:
-        """``[B, R, taps * H]``."""
-        return torch.cat([output.taps[tap] for tap in self.taps], dim=-1)
 
     def _plan(self, depth: int, state: DecodeState) -> TreePlan:
         if isinstance(self.policy, ShapePolicy):
@@ -227,9 +201,7 @@ class DFlashDrafter(LearnedDrafter):
         return False
 
     def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
-        head = cast(Any, self.module)
-        ids = draft_ids(getattr(head, D2T, None), self.target.vocab_size)
-        return DraftHead(self.target, ids, options.draft_dtype, own or head.lm_head)
+        return self.own_draft_head(options.draft_dtype)
 
     def _parts(self) -> tuple[Part, Part]:
         """What runs over a block, and what takes in committed tokens."""

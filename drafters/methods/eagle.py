@@ -15,10 +15,9 @@ from transformers import PretrainedConfig
 
 from drafters.config import SHIFTED, UNSHIFTED, Config, DraftSize, HeadInputs, HeadLayer
 from drafters.drafting.passes import grow_by_passes
-from drafters.drafting.pending import PendingFeatures
+from drafters.drafting.pending import PendingFeatures, StateReader
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
 from drafters.hub.declared import MLP, Layout, Recipe
-from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
@@ -135,7 +134,7 @@ class EagleOptions(TreeOptions, DraftHeadOptions):
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
-class EagleDrafter(LearnedDrafter):
+class EagleDrafter(StateReader):
     """Drafts a chain, a static tree, EAGLE-2's dynamic tree, or what the policy chooses.
 
     Raises:
@@ -185,8 +184,6 @@ class EagleDrafter(LearnedDrafter):
             self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)), options.acceptance)
             self.max_draft, self.remembers = options.nodes, True
         self._head = self._make_head(options)
-        self._cache = KVCache.nothing()
-        self._pending: PendingFeatures
 
     def _make_head(self, options: Any) -> Part:
         self.inputs = options.inputs
@@ -219,24 +216,9 @@ class EagleDrafter(LearnedDrafter):
         options = {"tree": self.tree, "top_k": self.top_k, "nodes": self.given.nodes, "layer": self.module.layer}
         return given | options | self.lm_head.options()
 
-    def true_features(self, output: FeatureOutput) -> Tensor:
-        """Return what the head reads of the target's rows, ``[B, R, H]``."""
-        return output.features
-
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
-        self._cache.release()  # so that its memory can be reused
-        self._read_prompts(state, output)
         self.lm_head.read(state.tokens)
-
-    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        cache, pending = self._cache, self._pending
-        self._read_prompts(part, output)
-        for number, row in enumerate(rows):
-            cache.copy_row(row, self._cache, number)
-        pending.replace(rows, self._pending)
-        self._cache.release()
-        self._cache, self._pending = cache, pending
 
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
@@ -275,9 +257,6 @@ class EagleDrafter(LearnedDrafter):
         self._pending.add(self.true_features(output), verdict)
         if self.policy is not None:
             self.policy.learn(self.plan, draft.size, state, verdict)
-
-    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        self._pending.add(self.true_features(output), verdict)
 
     def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
         """Take in true features ``[B, R, H]`` and the token after each; returns the predicted next ``[B, 1, H]``."""

@@ -21,12 +21,10 @@ from drafters.hub.declared import READERS, Layout
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import EagleDrafter, TreeOptions
 from drafters.model.cache import KVCache
-from drafters.model.draft_head import DraftHead, quantize_layers
+from drafters.model.draft_head import D2T, DraftHead, quantize_layers
 from drafters.model.layers import LayerKind, layer_kind, made
 from drafters.model.runner import Part, Rotary, identity, model_time
-from drafters.model.target import FeatureOutput, TargetModel
-
-D2T = "d2t"  # int64 [N]: the target's id of draft token i is i + d2t[i], as engines store it
+from drafters.model.target import TargetModel
 
 
 class Eagle3Layer(nn.Module):
@@ -241,9 +239,7 @@ class Eagle3Drafter(EagleDrafter):
         return self.given.model_dump(exclude_defaults=True) | {"tree": self.tree, "taps": list(self.taps)}
 
     def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
-        head = cast(Eagle3Head, self.module)
-        ids = draft_ids(getattr(head, D2T, None), self.target.vocab_size)
-        return DraftHead(self.target, ids, options.draft_dtype, own or head.lm_head)
+        return self.own_draft_head(options.draft_dtype)
 
     def _make_head(self, options: Any) -> Part:
         target, head = self.target, cast(Any, self.module)
@@ -262,32 +258,7 @@ class Eagle3Drafter(EagleDrafter):
             quantize_layers(part, options.draft_dtype)
         return part
 
-    def true_features(self, output: FeatureOutput) -> Tensor:
-        return torch.cat([output.taps[tap] for tap in self.taps], dim=-1)
-
     def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
         with model_time():
             features = cast(Eagle3Head, self.module).fused(features)
         return super()._read(features, following, state)
-
-
-def draft_ids(offsets: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Return the target's ids ``[N]`` of draft tokens with these d2t ``offsets [N]``; None: it drafts with all.
-
-    Raises:
-        ValueError: d2t is not increasing, or points outside of the vocabulary.
-    """
-    if offsets is None:
-        return None
-    ids = offsets + torch.arange(len(offsets), device=offsets.device)
-    if bool((ids.diff() <= 0).any()):
-        at = int((ids.diff() <= 0).nonzero()[0]) + 1
-        raise ValueError(
-            f"{D2T}: draft tokens {at - 1} and {at} mean the tokens {int(ids[at - 1])} and {int(ids[at])} of the "
-            f"target, and must increase; {D2T} holds offsets (target id - draft id), not ids"
-        )
-    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
-        raise ValueError(
-            f"{D2T}: draft tokens mean the target's tokens {int(ids[0])} to {int(ids[-1])}, and it has {vocab_size:,}"
-        )
-    return ids

@@ -29,6 +29,7 @@ from drafters.model.target import TargetModel
 from drafters.model.weights import fetch
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
+D2T = "d2t"  # int64 [N]: the target's id of draft token i is i + d2t[i], as engines store it
 TEXT_ROWS = (
     512  # for the text's own tokens, unless told: a prompt of a thousand tokens seldom has as many that are rare
 )
@@ -255,10 +256,32 @@ def check_ids(ids: Tensor, vocab_size: int, source: str) -> None:
     )
 
 
+def draft_ids(offsets: Tensor | None, vocab_size: int) -> Tensor | None:
+    """Return the target's ids ``[N]`` of draft tokens with these d2t ``offsets [N]``; None: it drafts with all.
+
+    Raises:
+        ValueError: d2t is not increasing, or points outside of the vocabulary.
+    """
+    if offsets is None:
+        return None
+    ids = offsets + torch.arange(len(offsets), device=offsets.device)
+    if bool((ids.diff() <= 0).any()):
+        at = int((ids.diff() <= 0).nonzero()[0]) + 1
+        raise ValueError(
+            f"{D2T}: draft tokens {at - 1} and {at} mean the tokens {int(ids[at - 1])} and {int(ids[at])} of the "
+            f"target, and must increase; {D2T} holds offsets (target id - draft id), not ids"
+        )
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise ValueError(
+            f"{D2T}: draft tokens mean the target's tokens {int(ids[0])} to {int(ids[-1])}, and it has {vocab_size:,}"
+        )
+    return ids
+
+
 def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> None:
     """Read the layers of a learned head in ``dtype``, if it has any, and ``others``, its linear ones outside of layers.
 
-    Its module keeps the weights, to be saved. The engine "eager" has no products, and stays as it is.
+    Its module keeps the weights, to be saved. Stock layers have no products, and stay as they are.
     """
     for layer in part.layers if part is not None else []:
         if isinstance(layer.layer, FusedLayer) and draft_dtype(dtype, layer.layer.products[0].weight.device):

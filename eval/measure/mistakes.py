@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from drafters.config import SHIFTED
 from drafters.loop.state import DecodeState, padded
 from drafters.methods.eagle import EagleDrafter
-from drafters.methods.eagle3 import D2T, Eagle3Drafter
-from drafters.model.draft_head import DraftHead
+from drafters.methods.eagle3 import Eagle3Drafter
+from drafters.model.draft_head import D2T, DraftHead
 from drafters.model.layers import layer_kind
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Part, Rotary

@@ -133,6 +133,19 @@ class Task(ABC):
         """Take the most frequent tokens int32 ``[N]``, those of the config's ``draft_vocab``."""
         self.draft_ids = ids
 
+    def renumber(self, ids: Tensor, from_target: bool) -> None:
+        """Give the module's own LM head and ``d2t`` these tokens, by their ids; ``init_from`` keeps its own.
+
+        ``from_target``: its rows begin as the target's.
+        """
+        module: Any = self.module
+        if self.config.init_from is None:
+            ordered = ids.long().sort().values
+            module.d2t.copy_(ordered - torch.arange(len(ids)))
+            if from_target:
+                module.lm_head.weight.data.copy_(self.ends.lm_head.scaled[ordered])
+        self.draft_ids = self.heads.ids = (module.d2t + torch.arange(len(module.d2t))).int()
+
     def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The draft vocabulary as a checkpoint has it: its tensors, and its options."""
         ids = self.draft_ids
