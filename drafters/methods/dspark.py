@@ -96,7 +96,7 @@ class DSparkHead(BlockBackbone):
     """
 
     def __init__(self, target_config: PretrainedConfig, options: "DSparkOptions") -> None:
-        given = options.taps, options.layer, options.layers, options.draft_vocab_size
+        given = options.taps, options.layer, options.layers, options.draft_vocab_size, options.shape
         super().__init__(target_config, *given)
         outputs, rank = options.draft_vocab_size or target_config.vocab_size, options.markov_rank
         self.markov_head = MarkovHead(options.markov_head, target_config.vocab_size, outputs, rank, self.hidden_size)
