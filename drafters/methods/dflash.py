@@ -137,9 +137,7 @@ class DFlashDrafter(StateReader):
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
         given = validate(BlockOptions, drafter_config, source=f"options of drafter {cls.name!r}")
-        return BlockBackbone(
-            target_config, given.taps, given.layer, given.layers, given.draft_vocab_size, given.shape
-        )
+        return BlockBackbone(target_config, given.taps, given.layer, given.layers, given.draft_vocab_size, given.shape)
 
     def drafter_config(self) -> dict[str, Any]:
         return self.given.model_dump(exclude_defaults=True) | {"tree": self.given.tree, "layout": self.given.layout}
