@@ -16,13 +16,12 @@ from drafters.common.states import state_name
 from drafters.common.wording import dtype_name, shortened
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, made_from, older_keys, rope, size
-from drafters.layouts.released import EMBEDDING, another_target, rope_problems, weights_text
+from drafters.layouts.released import DSPARK_HEADS, EMBEDDING, another_target, rope_problems, weights_text
 from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.layers import ROPES
 
 T2D = "t2d"  # bool [V]: which of the target's tokens are draft tokens
 LM_HEAD = "lm_head.weight"
-DSPARK_HEADS = ("markov_head.", "confidence_head.")  # which have biases
 ADD_TAPS = f'add "made_from": {{"taps": [...]}} to {CONFIG_FILE}, with the numbers of the hidden states'
 SPECULATORS_VERSION = "0.9.0"  # whose form is written
 _LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators': the target's, not read again

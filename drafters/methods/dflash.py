@@ -17,6 +17,7 @@ from drafters.config import Config, DraftLayer, DraftSize, Layers, LayerShape, V
 from drafters.drafting.block_tree import Marginals, Slots, fill, grow_likeliest
 from drafters.drafting.pending import PendingFeatures, StateReader
 from drafters.drafting.tree_plan import TreePlan, chain_plan, tree_plan
+from drafters.hub.declared import READERS, Layout
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
@@ -107,6 +108,12 @@ class DFlashDrafter(StateReader):
     name = "dflash"
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DFlash head ([DFlash](https://arxiv.org/abs/2602.06036))"
+    layout = Layout(
+        "a DFlash head",
+        code="DFlashDraftModel.from_pretrained('{out}').spec_generate(target, input_ids, new_tokens, stop_token_ids)",
+        note="`from dflash.model import DFlashDraftModel` (z-lab). The target is a model of transformers.",
+        readers=tuple(READERS),
+    )
     max_batch = None
     follows = True
     unread = {"chain": ("nodes", "top_k")}
