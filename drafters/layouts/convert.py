@@ -27,7 +27,7 @@ from drafters.layouts.released import (
     kind_of,
     read_weights,
 )
-from drafters.layouts.state_heads import LM_HEAD
+from drafters.layouts.state_heads import LM_HEAD, Reading
 from drafters.learned import LearnedDrafter
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.layers import layer_config
@@ -74,14 +74,10 @@ def convert(
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
     embedding = weights.pop(EMBEDDING, None)
-    if kind.name == eagle3.METHOD:
-        options, more = eagle3.read(config, weights, ends.config, source)
-        weights, notices = eagle3.own_weights(weights, options), more
-    elif states:
-        block.check_folder(folder, source)
-        notices += _drop_lm_head(weights, ends) if embedding is not None else []
-        options, more = block.read(config, weights, ends.config, source, layout)
-        weights, notices = block.own_weights(weights, options), notices + more
+    if states:
+        notices += _drop_lm_head(weights, ends) if embedding is not None and kind.name in block.METHODS else []
+        (options, more), weights = _state_head(kind.name, config, weights, ends, folder, source, layout)
+        notices += more
     else:
         options = _options(config, weights, kind, ends, source, target, notices)
         if "exit_layer" in kind.options.model_fields:
@@ -99,6 +95,24 @@ def convert(
     }
     save_checkpoint(out, weights, written, dtype=None)
     return notices
+
+
+def _state_head(
+    method: str,
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    ends: FrozenEnds,
+    folder: Path,
+    source: str,
+    layout: str | None,
+) -> tuple[Reading, dict[str, Tensor]]:
+    """Options and weights of a head that reads the target's states."""
+    if method == eagle3.METHOD:
+        found = eagle3.read(config, weights, ends.config, source)
+        return found, eagle3.own_weights(weights, found.options)
+    block.check_folder(folder, source)
+    found = block.read(config, weights, ends.config, source, layout)
+    return found, block.own_weights(weights, found.options)
 
 
 def _provenance(source: str, revision: str | None, path: Path) -> dict[str, Any]:

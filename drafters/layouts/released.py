@@ -103,7 +103,8 @@ def kind_of(weights: Mapping[str, Tensor]) -> type["LearnedDrafter"]:
         return drafter_class(method)  # type: ignore[return-value]
     if any(name.endswith("hidden_norm.weight") for name in weights):
         return Eagle3Drafter
-    return max(exportable(), key=lambda kind: len(kind.layout.names & weights.keys()))
+    kinds = [kind for kind in exportable() if kind.layout.tensors]  # the others were told by their norms
+    return max(kinds, key=lambda kind: len(kind.layout.names & weights.keys()))
 
 
 def head_layer(config: Mapping[str, Any], target: "PretrainedConfig", kind: type["LearnedDrafter"]) -> HeadLayer:
