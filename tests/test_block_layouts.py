@@ -74,7 +74,7 @@ def same(one: str | Path, other: str | Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", FORMS)
 def test_there_and_back_is_bit_for_bit(case: str, dtype: torch.dtype, target: TargetModel, tmp_path: Path) -> None:
-    """Catches a renamed, cast or lost tensor, states shifted by one, another layout, a key that nobody reads back."""
+    """Catches a renamed, cast or lost tensor, states shifted by one, another layout, a key that the import ignores."""
     to, method, options = FORMS[case]
     head = save_head(tmp_path / "head", method, target, dtype, **options)
     export(head, to, tmp_path / "there")

@@ -42,6 +42,15 @@ def attend(layer, query: Tensor, key: Tensor, value: Tensor, *_given: object, **
     return out[0].transpose(0, 1).flatten(1)
 
 
+def norm_each_layer(model, keys: Tensor) -> Tensor:
+    """Norm keys ``[layers, C, key heads, D]`` of the context as vLLM means it, and its kernels for GPUs do it.
+
+    That of vLLM 0.32 for CPUs takes the weights ``[layers, D]`` for one vector, so the first layer's for all layers.
+    """
+    spread = torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + model._rms_norm_eps)
+    return keys * spread * model._k_norm_weights[:, None, None]
+
+
 class Kept:
     """The part of an attention backend that writes the context's keys and values."""
 
@@ -116,6 +125,9 @@ if __name__ == "__main__":
 
     assert vllm_class.os.environ["VLLM_CPU_KVCACHE_SPACE"]
     Attention.forward = attend
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    DFlashQwen3Model._normalize_context_k = norm_each_layer
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
