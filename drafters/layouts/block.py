@@ -1,8 +1,8 @@
 """DFlash and DSpark heads in the forms of their trainers and engines: what their config.json and tensors mean.
 
-The forms have the same tensors. They differ in the places of keys, in the numbers of the target's states, and in what an
-absent ``sample_from_anchor`` means. With the wrong layout almost no draft is accepted and no program reports it, so a
-folder is refused where neither a key nor the definition of its form tells the layout (z-lab's code of August 2026,
+The forms have the same tensors. They differ in the places of keys, in the numbers of the target's states, and in what
+an absent ``sample_from_anchor`` means. With the wrong layout almost no draft is accepted and no program reports it, so
+a folder is refused where neither a key nor the definition of its form tells the layout (z-lab's code of August 2026,
 DeepSpec, SpecForge 0.3.0, speculators 0.9.0, vLLM 0.32, SGLang 0.5.23, llama.cpp of September 2026):
 
 ==============================  ========================  ================================================
