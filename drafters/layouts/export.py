@@ -251,7 +251,7 @@ def learned(method: str) -> type["LearnedDrafter"]:
 
 def _method_refused(to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any]) -> str | None:
     if to not in kind.layout.readers:
-        known = " and ".join(other.layout.noun for other in exportable() if to in other.layout.readers)
+        known = ", ".join(other.layout.noun for other in exportable() if to in other.layout.readers)
         return f"it is of the method {kind.name!r}; {READERS[to]} loads {known}, and no other head of ours"
     for name, value in kind.layout.options.items():
         if (found := options.get(name, value)) != value:
