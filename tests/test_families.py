@@ -66,7 +66,7 @@ def known(family: str) -> None:
         pytest.skip(f"this version of transformers has no {family}")
 
 
-# One family of each kind of layer, mask, cap or factor: the others are further names of the same in transformers.
+# make test tries these, which have every kind of mask, cap, factor and expert, and make test-long the others.
 KINDS = {"llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4", "olmo2", "phi3", "gpt_oss", "gpt2", "deepseek_v3"}
 KINDS |= {"gemma2", "gemma3_text", "gemma4_text", "granite", "cohere2", "llama4_text", "nanochat", "jetmoe", "smollm3"}
 
