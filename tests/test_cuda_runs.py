@@ -85,7 +85,7 @@ def test_every_method_is_here() -> None:
     assert {name.split()[0] for name in METHODS} == set(method_names())
 
 
-@pytest.mark.parametrize("run", map(in_time, RUNS), ids=lambda run: f"{run[0]} {run[1]:g}")
+@pytest.mark.parametrize("run", [in_time(run) for run in RUNS], ids=lambda run: f"{run[0]} {run[1]:g}")
 def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     """Catches a tensor made on the wrong device, a read in a capture, a value that Python puts in at capture only."""
     there = same(on_graphs, run)
@@ -94,7 +94,7 @@ def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]
     assert sum(there.accepted) > 0 or run[0] in hardly
 
 
-@pytest.mark.parametrize("run", map(in_time, RUNS), ids=lambda run: f"{run[0]} {run[1]:g}")
+@pytest.mark.parametrize("run", [in_time(run) for run in RUNS], ids=lambda run: f"{run[0]} {run[1]:g}")
 def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     """Catches a second copy to the host in a step of the loop: each waits for all work that was queued before it."""
     there = same(on_graphs, run)

@@ -76,7 +76,7 @@ def in_time(family: str) -> Any:
     return family if family in KINDS else pytest.param(family, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("family", map(in_time, DECODED))
+@pytest.mark.parametrize("family", [in_time(family) for family in DECODED])
 def test_a_family_does_what_the_page_says(family: str, tmp_path: Path) -> None:
     """Catches a family that decodes something else than its model, or that a head no longer fits."""
     known(family)
