@@ -357,7 +357,9 @@ class ParityConfig(Config):
     count: Amount = Field(80, ge=2, description="prompts, unless prompts.count is given")
     begun_tokens: Length = Field(16, ge=2, description="tokens of a prompt that the target samples")
     max_new_tokens: Length = Field(128, ge=2, description="new tokens of a prompt")
-    depth: DraftSize = Field(5, ge=1, description="tokens of a draft, which is a chain")
+    depth: DraftSize | None = Field(
+        None, ge=1, description="tokens of a draft, which is a chain; None: 5, and of a block head all of a block"
+    )
     batch: Size = Field(8, ge=1, description="prompts that our loop decodes together")
     python: Path | None = Field(None, description="Python of the engine's environment; None: that of make engines")
     module: str | None = Field(None, description="worker module; None: the engine's in eval/engine_workers")

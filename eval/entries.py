@@ -21,7 +21,8 @@ FILES = ("pool", "datastore")
 STOCK = "stock generate"  # label of transformers' own generation
 PYTHONS = {"vllm": Path(".venv-vllm/bin/python"), "llama_cpp": Path(".venv-llama/bin/python")}
 # Engine's method -> its required key.
-NEEDS = {"draft_model": "draft_model", "eagle": "checkpoint", "eagle3": "checkpoint", "ours": "ours"}
+NEEDS = {"draft_model": "draft_model", "eagle": "checkpoint", "eagle3": "checkpoint", "dflash": "checkpoint"}
+NEEDS |= {"ours": "ours"}
 
 
 def _check_odd(count: int) -> int:
@@ -144,12 +145,12 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "ours"] = "plain"
+    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "ours"] = "plain"
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository, for method draft_model")
-    checkpoint: str | None = Field(None, description="folder of our EAGLE or EAGLE-3 head, which is exported first")
+    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3 or DFlash head, which is exported first")
     ours: dict[str, Any] | None = Field(
         None, description="for method ours: drafter and options that run inside vLLM, see drafters/vllm_proposer.py"
     )

@@ -128,20 +128,21 @@ class ContextLayer:
     A part of such layers takes in committed tokens. The layers of the block then attend to the cache.
 
     Args:
-        attention: of the layer. linear: makes the engine's product of a projection.
+        attention: of the layer; calls read only its ``head_dim`` and ``k_norm``.
+        linear: makes the engine's product of a projection.
     """
 
     groups = 1
     few_rows = 1 << 30  # it attends to nothing, so no number of rows needs a mask
 
     def __init__(self, attention: Any, linear: Callable[[Any], Transform]) -> None:
-        self._attention = attention
+        self.attention = attention
         self._keys, self._values = linear(attention.k_proj), linear(attention.v_proj)
 
     def __call__(self, features: Tensor, angles: Any, mask: Tensor | None, cache: KVCache, index: int) -> Tensor:
         """``[B, C, H]`` -> the same. ``angles``: cos and sin ``[..., D]``, or as fused layers have them."""
         turns = angles if angles[0].dim() == 4 else signed(angles)
-        cache.update(*_states(self._attention, self._keys, self._values, features, turns), index)
+        cache.update(*_states(self.attention, self._keys, self._values, features, turns), index)
         return features
 
 

@@ -43,6 +43,7 @@ class VLLM:
         ).llm_engine
         self._prompts = 0
         facts = {"weights": job["dtype"], "torch": torch.__version__, "threads": torch.get_num_threads()}
+        facts |= {"device": vllm.platforms.current_platform.device_type}
         self.facts = {"engine": "vLLM", "version": vllm.__version__, **facts}
 
     def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:

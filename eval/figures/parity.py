@@ -21,6 +21,7 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
 from drafters.methods.dflash import DFlashDrafter
+from drafters.methods.dspark import DSparkDrafter
 from drafters.methods.eagle import EagleDrafter
 from eval.configs import ParityConfig
 from eval.entries import EngineEntry
@@ -42,6 +43,7 @@ from eval.measure.models import chat_of, load_models
 from eval.measure.runner import Limits, Outcome
 from eval.prompts.prompts import load_prompts
 
+Head = EagleDrafter | DFlashDrafter
 PASS, FAULT, UNKNOWN = "pass", "fault", "unknown fault"
 
 
@@ -59,14 +61,16 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
             f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE, EAGLE-3, DFlash or DSpark "
             "head"
         )
-    if issubclass(kind, DFlashDrafter) and config.engine != "ours":
+    if issubclass(kind, DSparkDrafter) and config.engine == "vllm":
         raise ValueError(
-            f"engine is {config.engine}, and it has no worker for heads of the method {method!r}; give --engine ours, "
-            "which says which reading of the checkpoint accepts most"
+            "engine is vllm, whose runner for CPUs does not serve DSpark heads, and its runner for GPUs has not been "
+            "tried here; give --engine ours, which says which reading of the checkpoint accepts most"
         )
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
     drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
+    if config.engine == "vllm" and isinstance(drafter, DFlashDrafter):
+        _check_block(drafter)
     prompts = prompts_of(config, drafter)
     facts = environment(target) | conditions(
         [config.target.path, config.checkpoint], str(target.device), config.threads
@@ -78,6 +82,16 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
         theirs, facts["engine_facts"] = served(drafter, prompts, config, console)  # first: it may not run
         found = compared(drafter, decoded(drafter, prompts, config, AS_LOADED), theirs, prompts, config)
     return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
+
+
+def _check_block(drafter: DFlashDrafter) -> None:
+    """Raise ValueError if vLLM would draft with shorter blocks than those of training: it runs ``depth`` + 1 rows."""
+    given = drafter.given
+    if drafter.depth < given.slots and not given.causal:
+        raise ValueError(
+            f"depth is {drafter.depth}, so that vLLM's blocks have {drafter.depth + 1} rows, and the head was trained "
+            f"with {given.block_size}, which attend to each other; give depth={given.slots}, or leave it out"
+        )
 
 
 def prompts_of(config: ParityConfig, drafter: LearnedDrafter) -> list[list[int]]:
@@ -118,10 +132,10 @@ def decoded(drafter: LearnedDrafter, prompts: list[list[int]], config: ParityCon
 
 
 def served(
-    drafter: LearnedDrafter, prompts: list[list[int]], config: ParityConfig, console: Console
+    drafter: Head, prompts: list[list[int]], config: ParityConfig, console: Console
 ) -> tuple[list[Outcome], dict[str, Any]]:
     """Decode the prompts in the engine, one at a time; returns its facts, too."""
-    given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": config.depth}
+    given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": drafter.depth}
     given |= {"checkpoint": config.checkpoint, "python": config.python, "module": config.module}
     entry = EngineEntry.model_validate(given)
     limits = Limits(config.max_new_tokens, eos=eos_ids(drafter.target, None))
@@ -143,9 +157,7 @@ def served(
         return found, engines.facts["engines"][entry.label]
 
 
-def mistaken(
-    drafter: LearnedDrafter, prompts: list[list[int]], config: ParityConfig
-) -> Iterator[tuple[str, str, list[Outcome]]]:
+def mistaken(drafter: Head, prompts: list[list[int]], config: ParityConfig) -> Iterator[tuple[str, str, list[Outcome]]]:
     """Yield (name, what to check, outcomes) of every mistake that changes this head."""
     for mistake in BLOCK_MISTAKES if isinstance(drafter, DFlashDrafter) else MISTAKES:
         if (wrong := mistake.plant(drafter)) is not None:
@@ -153,17 +165,17 @@ def mistaken(
 
 
 def compared(
-    drafter: LearnedDrafter, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
+    drafter: Head, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
 ) -> dict[str, Any]:
     """Return the verdict on an engine; mistakes are tried only where its acceptance is not ours."""
-    readings = [reading(AS_LOADED, "", ours, theirs, config.depth)]
+    readings = [reading(AS_LOADED, "", ours, theirs, drafter.depth)]
     named: list[Reading] = []
     if not readings[0].within:
         tried = mistaken(drafter, prompts, config)
-        readings += [reading(name, check, made, theirs, config.depth) for name, check, made in tried]
+        readings += [reading(name, check, made, theirs, drafter.depth) for name, check, made in tried]
         named = explaining(readings[1:])
     verdict = PASS if readings[0].within else FAULT if named else UNKNOWN
-    engine = {"engine": as_json(acceptance(theirs, config.depth))}
+    engine = {"engine": as_json(acceptance(theirs, drafter.depth))}
     return {
         "verdict": verdict,
         "named": [one.name for one in named],
@@ -172,12 +184,10 @@ def compared(
     }
 
 
-def ranked(
-    drafter: LearnedDrafter, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig
-) -> dict[str, Any]:
+def ranked(drafter: Head, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig) -> dict[str, Any]:
     """Return which readings of the checkpoint accept most; that as loaded should be among them."""
     every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]
-    readings = [reading(name, check, made, ours, config.depth) for name, check, made in every]
+    readings = [reading(name, check, made, ours, drafter.depth) for name, check, made in every]
     best = most_accepted({one.name: one.acceptance for one in readings})
     verdict = PASS if AS_LOADED in best else FAULT
     return {"verdict": verdict, "named": best, "engine": None, "readings": [*map(_described, readings)]}

@@ -4,11 +4,12 @@ other one, each draft is the right one of the token before or after.
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from drafters.methods.dflash import DFlashDrafter
+from drafters.model.runner import Part
 from eval.measure.mistakes import PLAIN_THETA, Mistake, ignore_d2t, move_taps, remade, reverse_taps
 
 
@@ -40,7 +41,26 @@ def turn_otherwise(drafter: DFlashDrafter) -> DFlashDrafter | None:
     return remade(drafter, head)
 
 
+class _FirstNorm(DFlashDrafter):
+    def _parts(self) -> tuple[Part, Part]:
+        block, context = super()._parts()
+        layers: list[Any] = [part.layer for part in context.layers]
+        for layer in layers[1:]:
+            layer.attention = layers[0].attention  # only its norm is read; projections stay those of the layer
+        return block, context
+
+
+def norm_as_first(drafter: DFlashDrafter) -> DFlashDrafter | None:
+    """Norm the context keys of every layer with the first layer's ``k_norm``, as vLLM 0.32 does on a CPU."""
+    norms = [getattr(layer.self_attn, "k_norm", None) for layer in cast(Any, drafter.module).layers]
+    weights = [norm.weight for norm in norms if norm is not None]
+    if all(one.equal(weights[0]) for one in weights):
+        return None
+    return remade(drafter, mixin=_FirstNorm)
+
+
 _LAYER_IDS = "target_layer_ids numbers outputs of layers (hidden states - 1), aux_hidden_state_layer_ids inputs"
+_FIRST_NORM = "the norm of the context keys in layers after the first; vLLM 0.32 on a CPU has this fault"
 BLOCK_MISTAKES = (
     Mistake(
         "the other layout",
@@ -52,6 +72,7 @@ BLOCK_MISTAKES = (
     Mistake("layer ids in reverse order", "order of the hidden states before fc", reverse_taps),
     Mistake("blocks causal, or not", "is_causal, dflash_config.causal, sliding_window_non_causal", flip_causal),
     Mistake("hidden_norm left out", "hidden_norm.weight", leave_out_norm),
+    Mistake("context keys with the first layer's k_norm", _FIRST_NORM, norm_as_first),
     Mistake("rope_theta 10000", "rope_theta, rope_parameters", turn_otherwise),
     Mistake("d2t ignored", "d2t: target id - draft id", ignore_d2t),
 )

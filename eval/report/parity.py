@@ -67,5 +67,5 @@ def markdown(found: dict[str, Any]) -> str:
     first, *told = verdict_lines(found)
     lines = [f"# {config['checkpoint']}: {found['verdict']}", "", f"**{first}.**", "", *(f"- {line}" for line in told)]
     lines += [target_line(facts), machine_line(facts), software_line(facts), f"- prompts: {facts['prompts']:,}", ""]
-    lines += [*figures_table(found), "", ABOUT.format(depth=config["depth"]), ""]
+    lines += [*figures_table(found), "", ABOUT.format(depth=len(found["readings"][0]["cumulative"])), ""]
     return "\n".join([*lines, *run_again(facts["argv"])])
