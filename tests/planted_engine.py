@@ -13,15 +13,17 @@ from eval.engine_workers.protocol import serve
 class Planted:
     def __init__(self, job: dict[str, Any]) -> None:
         from drafters import TargetModel, load_drafter
+        from eval.measure.block_mistakes import BLOCK_MISTAKES
         from eval.measure.mistakes import MISTAKES
 
         assert Path(job["drafter"]).is_dir() and job["drafter"] != os.environ["HEAD"]
         self._target = TargetModel.from_pretrained(job["target"], job["dtype"], "cpu")
         drafter: Any = load_drafter(os.environ["HEAD"], self._target, tree="chain", depth=job["gamma"])
-        planted = [mistake.plant(drafter) for mistake in MISTAKES if mistake.name == os.environ["PLANTED"]]
+        mistakes = BLOCK_MISTAKES if job["method"] == "dflash" else MISTAKES
+        planted = [mistake.plant(drafter) for mistake in mistakes if mistake.name == os.environ["PLANTED"]]
         (self._drafter,) = planted or [drafter]
         self._eos = job["eos"]
-        self.facts = {"engine": "Planted", "version": "1"}
+        self.facts = {"engine": "Planted", "version": "1", "device": "cpu"}
 
     def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
         from drafters import generate

@@ -1,6 +1,8 @@
 """`python -m eval.parity --engine ours` on DFlash and DSpark heads: the layout that was trained accepts most."""
 
+import copy
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ CONFIG = ParityConfig.model_validate(
     {"target": {"path": "t"}, "checkpoint": "c", "engine": "ours", "batch": 16, "depth": overfitted_block.DEPTH}
     | {"max_new_tokens": NEW}
 )
+FIRST_NORM = "context keys with the first layer's k_norm"
 OTHER = {"dflash": "anchor-first", "dspark": "fill-in"}  # not the one that was trained
 
 
@@ -72,28 +75,65 @@ def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
     assert [one.trace and one.trace.steps for one in made] != [one.trace and one.trace.steps for one in right("dflash")]
 
 
+def saved(folder: Path, head: Any = None, method: str = "dflash", **options: Any) -> list[Any]:
+    """Save a head and its target; returns the program's first options."""
+    drafter = overfitted_block.drafter(method)
+    drafter.target.model.save_pretrained(folder / "target")
+    given = make_config(method, overfitted_block.options(method) | options, drafter.target)
+    given["target"]["name"] = str(folder / "target")
+    save_checkpoint(folder / "head", head or drafter.module, given)
+    line = ["--checkpoint", folder / "head", "--target", folder / "target", f"out={folder / 'out'}", "threads=1"]
+    line += ["target.dtype=float32", "target.device=cpu", "count=8", "begun_tokens=8", f"max_new_tokens={NEW}"]
+    return line
+
+
 def test_the_program_says_which_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a program that does not take block heads, or hides the key to correct."""
-    drafter = overfitted_block.drafter("dflash")
-    target = tmp_path / "target"
-    drafter.target.model.save_pretrained(target)
-    given = overfitted_block.options("dflash") | {"layout": "anchor-first"}
-    with mock.patch.object(drafter.target, "name", str(target)):
-        save_checkpoint(tmp_path / "head", drafter.module, make_config("dflash", given, drafter.target))
-    line = [
-        "--checkpoint",
-        tmp_path / "head",
-        "--target",
-        target,
-        "target.dtype=float32",
-        "target.device=cpu",
-        "count=8",
-    ]
-    line += [f"out={tmp_path / 'out'}", f"depth={overfitted_block.DEPTH}", "begun_tokens=8", f"max_new_tokens={NEW}"]
-    assert status(eval.parity.main, *map(str, line), "--engine", "vllm") == 1
-    assert "has no worker for heads of the method 'dflash'; give --engine ours" in capsys.readouterr().err
+    """Catches a program that does not take block heads, hides the key to correct, or serves what vLLM cannot."""
+    line = [*saved(tmp_path, layout="anchor-first"), f"depth={overfitted_block.DEPTH}"]
+    assert status(eval.parity.main, *line, "--engine", "vllm", f"python={sys.executable}") == 1
+    assert "its DFlash predicts no token at the anchor" in capsys.readouterr().err
     with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):  # those that it learnt
-        assert status(eval.parity.main, *map(str, line), "--engine", "ours") == 1
+        assert status(eval.parity.main, *line, "--engine", "ours") == 1
     assert "check sample_from_anchor: true is anchor-first" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert found["named"][0] == "the other layout"
+
+
+def test_vllm_names_its_fault_of_several_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a block served with another depth than all of it, its head not exported, and a fault of vLLM that is
+    neither told before nor named after."""
+    head = copy.deepcopy(overfitted_block.drafter("dflash").module)
+    for norm in (head.layers[1].self_attn.q_norm, head.layers[1].self_attn.k_norm):
+        norm.weight.data.neg_()  # products of queries and keys stay what they are
+    line = [*saved(tmp_path, head), "--engine", "vllm", f"python={sys.executable}", "module=tests.planted_engine"]
+    monkeypatch.setenv("HEAD", str(tmp_path / "head"))
+    monkeypatch.setenv("PLANTED", FIRST_NORM)
+    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):
+        assert status(eval.parity.main, *line) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "vllm: the head has 2 layers, and vLLM on a CPU takes the first layer's k_norm" in told
+    found = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert found["verdict"] == FAULT and found["named"] == [FIRST_NORM], found["readings"]
+    assert found["readings"][0]["tau"]["value"] > found["engine"]["tau"]["value"] + 1
+    assert len(found["engine"]["cumulative"]) == overfitted_block.BLOCK - 1
+    assert found["environment"]["engine_facts"]["with"].startswith("the first layer's k_norm")
+    page = (tmp_path / "out" / "parity.md").read_text()
+    assert "Drafts are chains of 3 tokens" in page and f"- {FIRST_NORM}: check the norm of the context keys" in page
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "told"),
+    [
+        ("dspark", "depth=3", "engine is vllm, whose runner for CPUs does not serve DSpark heads"),
+        ("dflash", "depth=2", "vLLM's blocks have 3 rows, and the head was trained with 4, which attend to each other"),
+    ],
+)
+def test_what_vllm_does_not_serve_as_trained(
+    method: str, given: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a method that vLLM's start refuses minutes later, and shorter blocks, which lower acceptance."""
+    line = [*saved(tmp_path, method=method), "--engine", "vllm", f"python={sys.executable}", given]
+    assert status(eval.parity.main, *line) == 1
+    assert told in capsys.readouterr().err

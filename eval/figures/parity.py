@@ -86,11 +86,11 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
 
 def _check_block(drafter: DFlashDrafter) -> None:
     """Raise ValueError if vLLM would draft with shorter blocks than those of training: it runs ``depth`` + 1 rows."""
-    given = drafter.given
-    if drafter.depth < given.slots and not given.causal:
+    rows, trained = drafter.depth + 1, drafter.given.block_size
+    if rows < trained and not drafter.given.causal:
         raise ValueError(
-            f"depth is {drafter.depth}, so that vLLM's blocks have {drafter.depth + 1} rows, and the head was trained "
-            f"with {given.block_size}, which attend to each other; give depth={given.slots}, or leave it out"
+            f"depth is {drafter.depth}, so vLLM's blocks have {rows} rows, and the head was trained with {trained}, "
+            f"which attend to each other; leave depth out, or give depth={trained - 1}"
         )
 
 
