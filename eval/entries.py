@@ -21,8 +21,8 @@ FILES = ("pool", "datastore")
 STOCK = "stock generate"  # label of transformers' own generation
 PYTHONS = {"vllm": Path(".venv-vllm/bin/python"), "llama_cpp": Path(".venv-llama/bin/python")}
 # Engine's method -> its required key.
-TRAINED = ("eagle", "eagle3", "dflash")  # methods of vLLM that load a head
-NEEDS = {"draft_model": "draft_model", **dict.fromkeys(TRAINED, "checkpoint"), "ours": "ours"}
+HEADS = dict.fromkeys(("eagle", "eagle3", "dflash"), "checkpoint")
+NEEDS = {"draft_model": "draft_model"} | HEADS | {"ours": "ours"}
 
 
 def _check_odd(count: int) -> int:
