@@ -244,7 +244,7 @@ def test_the_program_names_a_fault_of_a_served_head(tmp_path: Path, monkeypatch:
         (["--engine", "vllm", "--prompts", "none.jsonl"], "no prompt file at none.jsonl"),
         (["--engine", "vllm", "python=none/python"], "vllm does not run: not installed: there is no none/python"),
         (["--engine", "ours", "max_new_tokens=4096"], "begun_tokens and max_new_tokens need 4,112 positions"),
-        (["--engine", "ours", "--checkpoint", "KANGAROO"], "is of the method 'kangaroo'; give an EAGLE or EAGLE-3"),
+        (["--engine", "ours", "--checkpoint", "KANGAROO"], "is of the method 'kangaroo'; give an EAGLE, EAGLE-3"),
     ],
 )
 def test_mistakes_of_the_user(
