@@ -7,6 +7,7 @@ first that is not profitable; it never looks at the whole block.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,12 @@ MOST = 8.0  # largest logit that the online estimate reads
 class OnlineAcceptance:
     """Logistic estimate of each position's acceptance from the logit of max q, fitted while decoding.
 
-    max q belongs to the position's distribution, which the tokens before it determine.
+    max q belongs to the position's distribution, which the tokens before it determine. With fitted ``temperatures`` it
+    begins with those.
     """
 
-    def __init__(self, depth: int) -> None:
-        self._weights = [[SLOPE, BIAS] for _ in range(depth)]
+    def __init__(self, depth: int, temperatures: Sequence[float] | None = None) -> None:
+        self._weights = [[SLOPE, BIAS] if temperatures is None else [1 / temperatures[k], 0.0] for k in range(depth)]
 
     def values(self, logits: list[float]) -> list[float]:
         """Estimated acceptance of the first positions, each given that those before it are accepted."""
@@ -69,10 +71,11 @@ class Truncation:
     Args:
         depth: most tokens of a draft.
         trained: the drafter's estimates come from a trained confidence head; otherwise they are logits of max q.
+        temperatures: of at least ``depth`` positions, which the estimates' logits are divided by; None: not fitted.
     """
 
-    def __init__(self, depth: int, trained: bool) -> None:
-        self.depth, self.trained = depth, trained
+    def __init__(self, depth: int, trained: bool, temperatures: Sequence[float] | None = None) -> None:
+        self.depth, self.trained, self.temperatures = depth, trained, temperatures
         self._costs: dict[tuple[int, Sampling, int], Costs] = {}
         self._online: dict[Sampling, OnlineAcceptance] = {}
         self._forced: int | None = None  # while costs are measured
@@ -108,7 +111,7 @@ class Truncation:
             return min(self._forced, certainty.shape[1])
         self._latest = certainty.tolist()
         unfinished = [row for row, done in zip(self._latest, state.finished, strict=True) if not done]
-        chances = [self._acceptance(row, state.sampling) for row in unfinished]
+        chances = [self.acceptance(row, state.sampling) for row in unfinished]
         costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
         plain = costs.rest.at(1)
         explores = not self.trained and self._sums[0] % EXPLORE == EXPLORE - 1
@@ -128,10 +131,12 @@ class Truncation:
         self._sums = [before + more for before, more in zip(self._sums, step, strict=True)]
         return count
 
-    def _acceptance(self, logits: list[float], sampling: Sampling) -> list[float]:
+    def acceptance(self, logits: list[float], sampling: Sampling) -> list[float]:
+        """Estimated acceptance of a draft's positions, each given that those before it are accepted."""
         if self.trained:
-            return [_sigmoid(logit) for logit in logits]
-        return self._online.setdefault(sampling, OnlineAcceptance(self.depth)).values(logits)
+            scales = self.temperatures or [1.0] * self.depth
+            return [_sigmoid(logit / scale) for logit, scale in zip(logits, scales, strict=False)]
+        return self._online.setdefault(sampling, OnlineAcceptance(self.depth, self.temperatures)).values(logits)
 
     def learn(self, size: int, state: "DecodeState", verdict: "Verdict") -> None:
         """Learn from the verdict on chains of ``size`` tokens."""
