@@ -175,9 +175,7 @@ class DFlashDrafter(StateReader):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
-        if isinstance(self.policy, Truncation):
-            self.policy.learn(draft.size, state, verdict)
-        elif self.policy is not None:
+        if self.policy is not None:
             self.policy.learn(self._used, draft.size, state, verdict)
 
     def slots(self, states: Tensor, state: DecodeState) -> Slots:

@@ -9,16 +9,16 @@ first that is not profitable; it never looks at the whole block.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from drafters.base import Expected
+from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
-from drafters.policy.costs import Curve, context_limit, context_limits, step_times
+from drafters.policy.costs import Curve, MeasuredCosts, PlanTime, context_limit
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
     from drafters.loop.acceptance import Verdict
     from drafters.loop.state import DecodeState
 
@@ -62,7 +62,7 @@ class Costs:
     rest: Curve
 
 
-class Truncation:
+class Truncation(MeasuredCosts):
     """Cuts the chains of a batch to a common length. It reads costs and acceptance, never the clock.
 
     Rows of a batch do not depend on each other, so that a row's length may depend on the tokens of all others. The
@@ -75,34 +75,18 @@ class Truncation:
     """
 
     def __init__(self, depth: int, trained: bool, temperatures: Sequence[float] | None = None) -> None:
+        super().__init__()
         self.depth, self.trained, self.temperatures = depth, trained, temperatures
-        self._costs: dict[tuple[int, Sampling, int], Costs] = {}
         self._online: dict[Sampling, OnlineAcceptance] = {}
-        self._forced: int | None = None  # while costs are measured
         self._latest: list[list[float]] = []  # logits of the latest draft, by batch row
         self._tokens = self._time = 1.0  # of the average step; time in units of a step without a draft
         self._sums = [0.0, 0.0, 0.0, 0.0]  # steps, tokens, plain steps, drafted tokens
 
-    def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
-        if self._forced is not None:
-            return
-        for limit in context_limits(drafter.target, longest):
-            if (batch, sampling, limit) not in self._costs:
-                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
+    def _plans(self) -> list[int]:
+        return sorted({0, 1, self.depth // 2, self.depth})
 
-    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Costs:
-        lengths = sorted({0, 1, self.depth // 2, self.depth})
-        key: dict[str, Any] = {"method": drafter.name, "options": drafter.settings.model_dump()}
-
-        def use(length: int) -> None:
-            self._forced = length
-
-        try:
-            times = step_times(drafter, lengths, use, batch, sampling, limit, longest, key)
-        finally:
-            self._forced = None
-        rest = Curve.of({1 + length: time.rest for length, time in zip(lengths, times, strict=True)})
+    def _costs_of(self, plans: Sequence[int], times: Sequence[PlanTime]) -> Costs:
+        rest = Curve.of({1 + length: time.rest for length, time in zip(plans, times, strict=True)})
         return Costs(max(time.draft for time in times), rest)
 
     def length(self, certainty: Tensor, state: "DecodeState") -> int:
@@ -112,7 +96,7 @@ class Truncation:
         self._latest = certainty.tolist()
         unfinished = [row for row, done in zip(self._latest, state.finished, strict=True) if not done]
         chances = [self.acceptance(row, state.sampling) for row in unfinished]
-        costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
+        costs: Costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
         plain = costs.rest.at(1)
         explores = not self.trained and self._sums[0] % EXPLORE == EXPLORE - 1
         pace, tokens, count = self._tokens / self._time, 1.0, 0
@@ -138,8 +122,8 @@ class Truncation:
             return [_sigmoid(logit / scale) for logit, scale in zip(logits, scales, strict=False)]
         return self._online.setdefault(sampling, OnlineAcceptance(self.depth, self.temperatures)).values(logits)
 
-    def learn(self, size: int, state: "DecodeState", verdict: "Verdict") -> None:
-        """Learn from the verdict on chains of ``size`` tokens."""
+    def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
+        """Learn from the verdict on chains of ``size`` tokens, the first of a plan."""
         estimate = self._online.get(state.sampling)
         if estimate is None or self._forced is not None:
             return

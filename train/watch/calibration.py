@@ -18,6 +18,7 @@ from data_prep.common.progress import Bar
 from data_prep.store.reader import FeatureStore
 from drafters.common.files import replace_json
 from drafters.common.threads import set_threads
+from drafters.drafting.tree_plan import TreePlan
 from drafters.hub import checkpoint
 from drafters.loading import load_drafter
 from drafters.loop.acceptance import Verdict
@@ -70,7 +71,7 @@ class Watched(Truncation):
         self._latest = certainty.tolist()
         return certainty.shape[1]
 
-    def learn(self, size: int, state: DecodeState, verdict: Verdict) -> None:
+    def learn(self, plan: TreePlan, size: int, state: DecodeState, verdict: Verdict) -> None:
         for row, logits in enumerate(self._latest):
             if not state.finished[row] and size == self.depth:  # neither cut short
                 self.logits.append(logits)
