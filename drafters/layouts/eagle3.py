@@ -116,8 +116,11 @@ def read(config: Mapping[str, Any], weights: Mapping[str, Tensor], target: Pretr
             f"max_position_embeddings is {longest:,} in its {CONFIG_FILE}, and {target.max_position_embeddings:,} in "
             "the target: engines would stop drafting there; here it drafts as far as the target goes"
         )
-    if "sliding_attention" in (flat.get("layer_types") or ()) or flat.get("use_sliding_window"):
-        window = shortened(flat.get("sliding_window"))
+    kinds, window = {*(flat.get("layer_types") or ())}, flat.get("sliding_window")
+    if kinds == {"sliding_attention"} and isinstance(window, int):
+        options["sliding_window"] = window
+    elif "sliding_attention" in kinds or flat.get("use_sliding_window"):
+        window = shortened(window)
         notes.append(f"it was trained with a window of {window} tokens; here its layers attend to all tokens before")
     defaults = Eagle3Options(taps=options["taps"]).model_dump()
     return Reading({key: value for key, value in options.items() if value != defaults[key] or key == "taps"}, notes)
