@@ -31,8 +31,9 @@ class Dialogues:
 
     lengths: list[int]
 
-    def beside(self) -> list[States]:
-        """Further keys and values: each query sees only the one at its own index, beside all earlier ones."""
+    def beside(self, attention: Any) -> list[States]:
+        """Further keys and values of a layer's ``attention``: each query sees only the one at its own index, beside all
+        earlier ones."""
         return []
 
     def within(self, window: int | None) -> int | None:
@@ -50,22 +51,23 @@ class Chains(Dialogues):
 
     Attributes:
         step: n.
-        states: keys and values of the steps so far, shared by all steps.
+        states: by layer, keys and values of the steps so far, shared by all steps.
     """
 
     step: int
-    states: list[States]
+    states: dict[int, list[States]]
 
-    def beside(self) -> list[States]:
-        return self.states[1 : self.step + 1]
+    def beside(self, attention: Any) -> list[States]:
+        return self.states[attention.layer_idx][1 : self.step + 1]
 
     def within(self, window: int | None) -> int | None:
         return None if window is None else window - self.step
 
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> States:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> States:
         """The interface of a cache. A second call, in the backward pass with checkpointing, changes nothing."""
-        self.states[self.step : self.step + 1] = [(keys, values)]
-        return self.states[0]
+        steps = self.states.setdefault(layer, [])
+        steps[self.step : self.step + 1] = [(keys, values)]
+        return steps[0]
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def dialogue_attention(
     given = [query, key, value]
     if window is not None:
         attend = partial(blocked_attention, window=attention_mask.within(window))
-    if beside := attention_mask.beside():
+    if beside := attention_mask.beside(module):
         attend = attend if window is not None else blocked_attention  # no kernel has these keys
         given += [torch.stack(states, dim=3) for states in zip(*beside, strict=True)]
     parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in given), strict=True)
