@@ -98,6 +98,7 @@ class Eagle3Config(TrainConfig):
     """
 
     drafter: ClassVar[str] = "eagle3"
+    sizes_lm_head: ClassVar[bool] = True
 
     tap_layers: list[Layers] | None = Field(
         None, min_length=1, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
@@ -126,7 +127,7 @@ class Eagle3Config(TrainConfig):
 
     @property
     def trains_lm_head(self) -> bool:
-        return True  # or only the norm before it
+        return self.lora is None  # or only the norm before it
 
     @model_validator(mode="after")
     def _is_one_head(self) -> Self:
