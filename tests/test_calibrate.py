@@ -124,6 +124,10 @@ def test_what_cannot_be_calibrated(target: TargetModel, features: Path, tmp_path
     dspark(target, None, "chain").save_pretrained(tmp_path / "dspark")
     with pytest.raises(ValueError, match=r"half of the 2 prompts.*and a temperature needs 100; raise --prompts"):
         run(tmp_path / "dspark", features, "--prompts", "2", "--new-tokens", "9")
+    with pytest.raises(ValueError, match=r"gave 0 drafts of a whole block"):
+        run(tmp_path / "dspark", features, "--new-tokens", "3")
+    with pytest.raises(ValueError, match=r"--features: none of the 30 .* of 1 to 0 tokens .*; lower --new-tokens"):
+        run(tmp_path / "dspark", features, "--new-tokens", "256")
     with pytest.raises(ValueError, match=r"--temperature is -1.0; give 0"):
         run(tmp_path / "dspark", features, "--temperature", "-1")
     for wrong in ([1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 0.0]):

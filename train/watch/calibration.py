@@ -92,7 +92,13 @@ def calibrate(options: argparse.Namespace) -> None:
         )
     store = FeatureStore.open(options.features / "heldout")
     drafter = load(options)
-    prompts = held_out_prompts(store, options.prompts, drafter.max_context - options.new_tokens)
+    if (there := store.manifest.vocab_size) != drafter.target.vocab_size:
+        raise ValueError(
+            f"--features: {store.path} was made for a vocabulary of {there:,} tokens, and {drafter.target.name} has "
+            f"{drafter.target.vocab_size:,}; give features of the drafter's own target"
+        )
+    longest = drafter.max_context - options.new_tokens
+    prompts = held_out_prompts(store, options.prompts, longest, "--features", "lower --new-tokens")
     fitted, judged = (decode(drafter, prompts[half::2], options) for half in (0, 1))
     if (least := min(len(fitted.accepted), len(judged.accepted))) < FEWEST:
         raise ValueError(
@@ -130,7 +136,7 @@ def decode(drafter: Any, prompts: list[list[int]], options: argparse.Namespace) 
             given: dict[str, Any] = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
             generate(drafter.target, drafter, some, prompt_lengths=[*map(len, some)], seed=start, **given)
             bar.update(len(some))
-    return Drafts(torch.tensor(policy.logits).view(-1, drafter.depth), torch.tensor(policy.accepted))
+    return Drafts(torch.tensor(policy.logits).view(len(policy.accepted), drafter.depth), torch.tensor(policy.accepted))
 
 
 def fit(drafts: Drafts) -> list[float]:
