@@ -56,6 +56,23 @@ def test_which_cpus_are_fast_in_bf16(
 
 
 @pytest.mark.parametrize(
+    ("machine", "level", "amx", "dtype"),
+    [
+        ("x86_64", "AVX512", True, torch.bfloat16),
+        ("x86_64", "AVX512", False, torch.float32),
+        ("x86_64", "AVX2", True, torch.float32),
+        ("aarch64", "DEFAULT", False, torch.bfloat16),
+    ],
+)
+def test_which_cpus_train_in_bf16(
+    machine: str, level: str, amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches training in bf16 on AVX-512 BF16 without AMX, which takes half as long again as float32."""
+    this_cpu(monkeypatch, machine, level, True, True, amx)
+    assert precision.training_dtype(CPU) == dtype
+
+
+@pytest.mark.parametrize(
     ("capability", "hip", "dtype"),
     [((7, 5), None, torch.float16), ((8, 0), None, torch.bfloat16), ((9, 0), None, torch.bfloat16)]
     + [((9, 0), "6.2", torch.bfloat16)],
@@ -115,6 +132,7 @@ def test_a_run_goes_on_in_another(target: TargetModel, features: Path, tmp_path:
     values = tiny_run.settings(target.name, features, tmp_path / "run", precision="auto", save_every=3)
     for fast, steps, expected in ((True, 3, "bf16"), (False, 6, "float32")):
         monkeypatch.setattr(precision, "cpu_has_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda fast=fast: fast)
         settled = settle(tiny_run.read("eagle", values)).precision
         assert settled == expected
         run = tiny_run.train_here("eagle", {**values, "precision": settled, "steps": steps}, resume=steps > 3)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from data_prep.common.ranks import slurm_step
+from drafters.common.precision import training_dtype
 from drafters.common.threads import cpu_cores
 from drafters.model.files import resolve_dtype
 from train.core.config import TrainConfig
@@ -159,4 +160,6 @@ def rank_device() -> torch.device:
 
 def dtype_of(config: TrainConfig) -> torch.dtype:
     """The dtype that the drafter computes in on this rank's device."""
+    if config.computes_in == "auto":
+        return training_dtype(rank_device())
     return resolve_dtype("bfloat16" if config.computes_in == "bf16" else config.computes_in, rank_device())

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from data_prep.common.progress import Bar
 from drafters.cli.program import command
 from drafters.common.files import replace_json
-from drafters.common.precision import cpu_has_bf16
+from drafters.common.precision import training_dtype
 from train.configs import TargetConfig
 from train.core.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
@@ -43,7 +43,8 @@ class TargetRun:
         if not resume and checkpoints(config.run_dir):
             raise ValueError(f"{config.run_dir} already holds a run: pass --resume or another run_dir=")
         if config.precision == "auto":
-            config = config.model_copy(update={"precision": "bf16" if cpu_has_bf16() else "float32"})
+            fast = training_dtype(torch.device("cpu")) == torch.bfloat16
+            config = config.model_copy(update={"precision": "bf16" if fast else "float32"})
             print(f"precision: {config.precision} (auto)")
         self.config, self.info, self.stop_asked = config, how_to_repeat(config, arguments), False
         self.tokenizer = get_tokenizer(config)
