@@ -43,7 +43,7 @@ $(READY): pyproject.toml constraints.txt
 test: $(READY) lint
 	python -m pytest -n logical --dist loadfile --no-loadscope-reorder -m "not long"
 
-# What would take make test beyond a quarter of an hour on two cores.
+# What would take make test beyond twelve minutes on two cores.
 test-long: $(READY)
 	python -m pytest -n logical --dist load -m long
 

@@ -37,11 +37,11 @@ def toy(seed: int = 0, layers: int = 2) -> TargetModel:
 def deviation(drafter: Drafter, options: dict[str, Any], tokens: int = 0) -> float:
     """Excess of the chi-square statistic of about ``tokens`` samples over its mean, in standard deviations.
 
-    By default 8,000 where rows can be batched, which costs little, else 1,200: enough to see the wrong rules that
+    By default 4,000 where rows can be batched, which costs little, else 1,200: enough to see the wrong rules that
     ``test_the_measurement_sees...`` puts in. Of a bias the statistic grows as the samples do.
     """
     rows, places, deep, steps = [], [], 0, 0
-    for result in _texts(drafter, options, tokens or (8_000 if drafter.max_batch is None else 1_200)):
+    for result in _texts(drafter, options, tokens or (4_000 if drafter.max_batch is None else 1_200)):
         rows.append(result.tokens)
         places.append(places_of(result))
         deep += sum(step.accepted >= 2 for step in result.trace.steps)

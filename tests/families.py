@@ -54,7 +54,9 @@ DECODED: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | {"topk_method": "greedy"},
     **dict.fromkeys(("gemma2", "vaultgemma"), WINDOW | CAPS),
     "gemma3_text": WINDOW | {"query_pre_attn_scalar": 16},
-    "gemma4_text": WINDOW | {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 1, "layer_types": SHARED},
+    "gemma4_text": WINDOW
+    | {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 1, "layer_types": SHARED}
+    | {"vocab_size_per_layer_input": tiny.VOCAB_SIZE},
     "granite": GRANITE,
     "granitemoe": GRANITE,
     "granite_swa": WINDOW | GRANITE,

@@ -47,8 +47,10 @@ def sources() -> dict[Path, str]:
 
 def mutate(find: str, replace: str) -> tuple[Path, str]:
     """Return the file that contains ``find``, relative to the root, and its text with ``replace`` instead."""
-    pattern = rf"(?<!\w){re.escape(ast.unparse(ast.parse(find)))}(?!\w)"
-    places = [(file, found) for file, text in sources().items() for found in re.finditer(pattern, text)]
+    code = ast.unparse(ast.parse(find))
+    pattern = rf"(?<!\w){re.escape(code)}(?!\w)"
+    texts = {file: text for file, text in sources().items() if code in text}  # much faster than the pattern
+    places = [(file, found) for file, text in texts.items() for found in re.finditer(pattern, text)]
     if len(places) != 1:
         where = ", ".join(str(file) for file, _ in places) or "no file"
         raise ValueError(f"tests/mutants.yaml: {find!r} occurs {len(places)} times ({where}), expected once")

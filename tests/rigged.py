@@ -1,5 +1,6 @@
 """Rigs that make random weights accept drafts: without them every draft is rejected and half the loop is never run."""
 
+import ast
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -137,19 +138,26 @@ class OracleEagle3(OracleEagle, Eagle3Drafter):
     """The same with an EAGLE-3 head."""
 
 
-def eagle3(target: TargetModel, noise: float | None, tree: str, kept: int | None = None, **options: Any) -> Any:
-    """An EAGLE-3 drafter with a random head; ``noise`` makes it an oracle that drafts with ``kept`` tokens."""
-    given: dict[str, Any] = {"taps": [1, 2, 3], "draft_vocab_size": kept} | options
+@lru_cache(maxsize=64)
+def _eagle3_head(target: TargetModel, options: str) -> Any:
+    """As ``_head``; ``options`` as ``repr`` writes them."""
+    given = ast.literal_eval(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         head: Any = Eagle3Drafter.build_module(target.config, given)
-        if kept is not None:
-            ids = torch.randperm(target.vocab_size)[:kept].sort().values
-            head.d2t.copy_(ids - torch.arange(kept))
+        if (kept := given["draft_vocab_size"]) is not None:
+            head.d2t.copy_(torch.randperm(target.vocab_size)[:kept].sort().values - torch.arange(kept))
+    return head
+
+
+def eagle3(target: TargetModel, noise: float | None, tree: str, kept: int | None = None, **options: Any) -> Any:
+    """An EAGLE-3 drafter with a random head; ``noise`` makes it an oracle that drafts with ``kept`` tokens."""
+    given: dict[str, Any] = {"taps": [1, 2, 3], "draft_vocab_size": kept} | options
+    head = copy.deepcopy(_eagle3_head(target, repr(given)))
     if noise is None:
         return Eagle3Drafter(target, head, Eagle3Options(tree=tree, **given))  # type: ignore[arg-type]
     rows = target.model.get_output_embeddings().weight.detach()
-    head.lm_head.weight.data.copy_(rows if kept is None else rows[ids])
+    head.lm_head.weight.data.copy_(rows if kept is None else rows[head.d2t + torch.arange(kept)])
     drafter = OracleEagle3(target, head, Eagle3Options(tree=tree, **given))  # type: ignore[arg-type]
     drafter.noise, drafter.lm_head.enter = noise, identity
     return drafter

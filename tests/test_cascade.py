@@ -53,7 +53,7 @@ def tree_inside(target: TargetModel) -> Drafter:
 TestAll = conformance.suite(lambda t: cascade(t, 0.0, 0.0), accepts="all", families=("llama", "qwen3"))
 TestSome = conformance.suite(lambda t: cascade(t, 0.05, 0.05), accepts="some")
 TestStrangerInside = conformance.suite(lambda t: cascade(t, 0.05, 1.0), accepts="some", families=("mistral-sliding",))
-TestOfThree = conformance.suite(of_three, accepts="some", families=("llama",))
+TestOfThree = pytest.mark.long(conformance.suite(of_three, accepts="some", families=("llama",)))
 TestTreeInside = conformance.suite(tree_inside, accepts="some", families=("llama",))
 
 

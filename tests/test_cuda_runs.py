@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import cuda_runs
@@ -51,10 +52,24 @@ def outcomes(engine: str, runs: list[tuple[str, float]], prompts: list[list[list
     return found
 
 
+# make test decodes greedily with one drafter of each kind, and samples with each method that can.
+KINDS = ("autoregressive", "speculative", "kangaroo", "eagle dynamic", "medusa")
+LESS = ("eagle chain", "eagle static", "dflash chain", "dspark chain")  # than a tree of the same method
+
+
+def in_time(run: tuple[str, float]) -> Any:
+    """Of make test, or of make test-long."""
+    method, temperature = run
+    chosen = (temperature > 0 and method not in LESS) or method in GREEDY_ONLY or method in KINDS
+    return run if chosen else pytest.param(run, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
-def on_graphs() -> Outcomes:
-    """Every method with captured forwards."""
-    return outcomes("graphs", RUNS, ONE, 9)
+def on_graphs(request: pytest.FixtureRequest) -> Outcomes:
+    """The runs that tests of this session ask for, with captured forwards."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {given["run"] for given in asked if "run" in given}
+    return outcomes("graphs", [run for run in RUNS if run in wanted], ONE, 9)
 
 
 def same(found: Outcomes, run: tuple[str, float]) -> Decoded:
@@ -70,7 +85,7 @@ def test_every_method_is_here() -> None:
     assert {name.split()[0] for name in METHODS} == set(method_names())
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]:g}")
+@pytest.mark.parametrize("run", [in_time(run) for run in RUNS], ids=lambda run: f"{run[0]} {run[1]:g}")
 def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     """Catches a tensor made on the wrong device, a read in a capture, a value that Python puts in at capture only."""
     there = same(on_graphs, run)
@@ -79,7 +94,7 @@ def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]
     assert sum(there.accepted) > 0 or run[0] in hardly
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]:g}")
+@pytest.mark.parametrize("run", [in_time(run) for run in RUNS], ids=lambda run: f"{run[0]} {run[1]:g}")
 def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     """Catches a second copy to the host in a step of the loop: each waits for all work that was queued before it."""
     there = same(on_graphs, run)

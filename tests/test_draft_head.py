@@ -398,8 +398,11 @@ def test_a_draft_model_of_another_size(name: str, options: Options, more: int) -
             assert not drafter.lossless or rows_of(found[0])[0] == plain_greedy(target, prompt(9), 24)
 
 
-@SIZES
-@pytest.mark.parametrize("name", ["speculative", "spectr", "cascade", "ouroboros"])
+BESIDE = [("speculative", 7), ("speculative", -7), ("spectr", 7), ("cascade", -7), ("ouroboros", 7)]
+LESS = [("spectr", -7), ("cascade", 7), ("ouroboros", -7)]  # of the same kinds, left to make test-long
+
+
+@pytest.mark.parametrize(("name", "more"), [*BESIDE, *(pytest.param(*each, marks=pytest.mark.long) for each in LESS)])
 @pytest.mark.usefixtures("one_tokenizer")
 def test_output_is_the_targets_beside_a_model_of_another_size(name: str, more: int) -> None:
     """Catches a q that counts what was cut, or spreads it over what the target alone has."""

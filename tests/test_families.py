@@ -66,7 +66,17 @@ def known(family: str) -> None:
         pytest.skip(f"this version of transformers has no {family}")
 
 
-@pytest.mark.parametrize("family", DECODED)
+# make test tries these, which have every kind of mask, cap, factor and expert, and make test-long the others.
+KINDS = {"llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4", "olmo2", "phi3", "gpt_oss", "gpt2", "deepseek_v3"}
+KINDS |= {"gemma2", "gemma3_text", "gemma4_text", "granite", "cohere2", "llama4_text", "nanochat", "jetmoe", "smollm3"}
+
+
+def in_time(family: str) -> Any:
+    """Of make test, or of make test-long."""
+    return family if family in KINDS else pytest.param(family, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("family", [in_time(family) for family in DECODED])
 def test_a_family_does_what_the_page_says(family: str, tmp_path: Path) -> None:
     """Catches a family that decodes something else than its model, or that a head no longer fits."""
     known(family)

@@ -99,6 +99,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--checkpoint", "checkpoints/stdlib-eagle", "--target", "./none", "--engine", "ours"], NO_FOLDER),
     ],
     "eval.seeds": [(["none"], "there is no none/report.json; measure first")],
+    "eval.learned": [(["none"], "there is no none/report.json; measure first")],
     "eval.compare": [(["none", "none"], "there is no none/report.json; give the folders of two reports")],
     "eval.pages": [(["none"], "there is no none/measurements.jsonl; give the folder of a report")],
     "eval.leaderboard": [(["--results", "none"], "there is no report.json in none or below it")],

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -91,16 +92,22 @@ def test_arrows_point_one_way(path: Path) -> None:
     forbidden = {"tests", "conftest", "tiny", "train", "eval"} - {package}
     if package == "drafters":
         forbidden |= {"data_prep", "deepspeed", "datasets", "matplotlib", "tensorboard"}
-    roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+    roots = {name.split(".")[0] for name in imports(tree_of(path))}
     assert not roots & forbidden
 
 
 def test_deepspeed_has_one_door() -> None:
     """Catches a second module that knows DeepSpeed, and has to change with it; a mock instead of an argument."""
-    found = {path.relative_to(ROOT): set(imports(ast.parse(path.read_text()))) for path in sources(*PACKAGES)}
+    found = {path.relative_to(ROOT): set(imports(tree_of(path))) for path in sources(*PACKAGES)}
     knowing = [str(path) for path, names in found.items() if "deepspeed" in {name.split(".")[0] for name in names}]
     assert knowing == ["train/core/engine.py"]
     assert not [path for path, names in found.items() if any(name.startswith("unittest") for name in names)]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Each file is parsed once."""
+    return ast.parse(path.read_text())
 
 
 def modules() -> dict[str, Path]:
@@ -113,7 +120,7 @@ def imported(name: str, known: dict[str, Path], late: bool) -> set[str]:
     """The modules among ``known`` that ``name`` imports: within functions only if ``late``, for types alone never."""
     package = name if known[name].name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
-    left: list[ast.AST] = [ast.parse(known[name].read_text())]
+    left: list[ast.AST] = [tree_of(known[name])]
     while left:
         node = left.pop()
         if isinstance(node, ast.Import):
@@ -167,7 +174,7 @@ def test_no_circle_of_imports() -> None:
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_unpickles(path: Path) -> None:
     """Catches pickle in any dress: a file from a stranger could run code when it is opened."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     roots = {name.split(".")[0] for name in imports(tree)}
     assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     for node in ast.walk(tree):
@@ -187,9 +194,8 @@ def test_nothing_unpickles(path: Path) -> None:
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_stay_readable(path: Path) -> None:
     """Catches files and functions too long to be read at once, and modules that do not say what they are."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert len(text.splitlines()) <= LONGEST_MODULE
+    tree = tree_of(path)
+    assert len(path.read_text().splitlines()) <= LONGEST_MODULE
     assert path.name == "__init__.py" or ast.get_docstring(tree), "no module docstring"
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}

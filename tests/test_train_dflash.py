@@ -31,16 +31,6 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 BLOCK = {"block_size": 5, "mask_token_id": 2, "layers": 1}
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return tiny_run.save_target(tmp_path_factory.mktemp("target") / "target", "llama")
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel) -> Path:
-    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
-
-
 @pytest.fixture
 def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
     return tiny_run.settings(target.name, features, tmp_path / "run", tap_layers=[tiny_run.TAP], **BLOCK)
@@ -199,11 +189,15 @@ def test_gamma() -> None:
     assert config.settled(lambda: 36).taps == (2, 10, 18, 26, 34)
 
 
-@pytest.mark.parametrize("more", [{}, {"draft_vocab": 60, "target_weight": 1.0, "precision": "bf16"}])
+LEARNING = {"steps": 30, "warmup_steps": 5, "tau_every": 30, "tau_new_tokens": 8}
+LEARNS = [{"draft_vocab": 60, "target_weight": 1.0, "precision": "bf16"}, pytest.param({}, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("more", LEARNS)
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
     """Catches a loss that does not reach the head, an export that drafts otherwise, missing figures."""
     out = Path(settings["out"])
-    run = tiny_run.train_here("dflash", settings | {"steps": 30, "warmup_steps": 5, "tau_every": 30} | more)
+    run = tiny_run.train_here("dflash", settings | LEARNING | more)
     rows = read_metrics(out)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < 0.9 * losses[0]

@@ -22,16 +22,6 @@ from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return tiny_run.save_target(tmp_path_factory.mktemp("target") / "target", "llama")
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel) -> Path:
-    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
-
-
 @pytest.fixture
 def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
     more = BLOCK | {"tap_layers": [tiny_run.TAP], "markov_rank": 8}
@@ -122,7 +112,8 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
 @pytest.mark.parametrize("more", [{"markov_head": "rnn", "draft_vocab": 60}, {"precision": "bf16", "loss_vocab": 90}])
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
     """Catches a Markov head that stays as it was, a checkpoint that drafts with another layout, missing figures."""
-    run: Any = tiny_run.train_here("dspark", settings | {"steps": 25, "warmup_steps": 3, "tau_every": 25} | more)
+    learning = {"steps": 25, "warmup_steps": 3, "tau_every": 25, "tau_new_tokens": 8}
+    run: Any = tiny_run.train_here("dspark", settings | learning | more)
     rows = read_metrics(run.config.out)
     each = [row["loss"] for row in rows if "loss" in row]
     assert each[-1] < 0.95 * each[0]

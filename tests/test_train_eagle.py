@@ -178,16 +178,21 @@ def test_every_epoch_has_its_own_noise(settings: dict[str, Any], monkeypatch: py
     assert run.progress.epoch > 1 and len(set(seeds)) >= run.progress.epoch
 
 
-@pytest.mark.slow
-def test_two_ranks_equal_one(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["forked", pytest.param("launched", marks=pytest.mark.long)])
+def test_two_ranks_equal_one(
+    settings: dict[str, Any], tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mean of ranks' means instead of the mean over all tokens; ranks on the same data; a start that compiles."""
     settings = {**settings, "steps": 20, "learning_rate": 0.003, "schedule": "constant", "heldout_tokens": 20}
     alone = {**settings, "out": str(tmp_path / "alone")}
     tiny_run.train_here("eagle", alone)
-    line = tiny_run.command("eagle", tmp_path, settings)
     extensions = tmp_path / "extensions"
-    done = tiny_run.launch(2, line, TORCH_EXTENSIONS_DIR=str(extensions))
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    if start == "forked":
+        tiny_run.train_on_ranks(2, tmp_path, [{"kind": "eagle", "values": settings}])
+    else:  # by DeepSpeed's launcher
+        done = tiny_run.launch(2, tiny_run.command("eagle", tmp_path, settings))
+        assert done.returncode == 0, done.stderr
     out = Path(settings["out"])
     assert len(losses(out)) == 20
     assert losses(out) == pytest.approx(losses(tmp_path / "alone"), rel=2e-4)  # Adam's division enlarges last digits

@@ -19,21 +19,10 @@ from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
 TAPS = (tiny_run.TAP,)
-BF16 = {"own_lm_head": False, "precision": "bf16"}
-NEWER = {"fc_norm": True, "norm_output": True, "layer": "qwen3"}
-
-
-LEARNS = [{"draft_vocab": 60, "sliding_window": 8}, NEWER, pytest.param(BF16, marks=pytest.mark.long)]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return tiny_run.save_target(tmp_path_factory.mktemp("target") / "target", "llama")
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel) -> Path:
-    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+BF16: dict[str, Any] = {"own_lm_head": False, "precision": "bf16"}
+NEWER: dict[str, Any] = {"fc_norm": True, "norm_output": True, "layer": "qwen3"}
+LEARNING = {"steps": 30, "warmup_steps": 5, "tau_every": 30, "tau_new_tokens": 8}
+LEARNS = [NEWER | {"draft_vocab": 60, "sliding_window": 8}, pytest.param(BF16, marks=pytest.mark.long)]
 
 
 @pytest.fixture
@@ -45,7 +34,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
     """Catches a loss that does not reach the head, an LM head left as it was, an export that drafts otherwise."""
     out = Path(settings["out"])
-    run = tiny_run.train_here("eagle3", settings | {"steps": 30, "warmup_steps": 5, "tau_every": 30} | more)
+    run = tiny_run.train_here("eagle3", settings | LEARNING | more)
     rows = read_metrics(out)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < 0.9 * losses[0]

@@ -90,12 +90,12 @@ def assert_same_figures(out: Path, reference: Path, tolerance: float = 5e-5) -> 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("eagle", {}),
+        pytest.param("eagle", {}, marks=pytest.mark.long),
         ("eagle", {"gradient_accumulation": 2, "noise": "code"}),
         ("eagle", {"start": "regression"}),
-        ("eagle3", {"tap_layers": [1, 2, 3]}),
+        pytest.param("eagle3", {"tap_layers": [1, 2, 3]}, marks=pytest.mark.long),
         ("eagle3", {"tap_layers": [1, 3]}),
-        ("kangaroo", {"exit_layer": tiny_run.TAP}),
+        pytest.param("kangaroo", {"exit_layer": tiny_run.TAP}, marks=pytest.mark.long),
         ("kangaroo", {"exit_layer": tiny_run.TAP, "gradient_accumulation": 3}),
     ],
 )

@@ -103,13 +103,13 @@ def test_resume_is_exact_with_every_optimiser(
 
 
 VARIANTS = [("float32", 0), ("float32", 2), ("float32", 3), ("bf16", 1), ("bf16", 3)]
-KILLS = ("file:1", "file:4", "file:5", "file:6", "unnamed:2", "named:2", "named:3", "unexported")
+KILLS = ("file:1", "file:4", "file:6", "unnamed:2", "named:2", "named:3", "unexported")
 
 
 @pytest.mark.slow
 def test_killed_anywhere_in_a_save(settings: dict[str, Any], tmp_path: Path) -> None:
     """A state that is named before it is whole, or an older one that is gone before the new one is named."""
-    values = {**settings, "steps": 9, "save_every": 3, "export_every": 3, "eval_every": 3}
+    values = {**settings, "steps": 6, "save_every": 2, "export_every": 2, "eval_every": 4}
     variants: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"zero_stage": 3}]
     jobs = []
     for number, variant in enumerate(variants):
@@ -125,7 +125,7 @@ def test_killed_anywhere_in_a_save(settings: dict[str, Any], tmp_path: Path) -> 
         ours, theirs = load_file(out / "model.safetensors"), load_file(whole / "model.safetensors")
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), job["point"]
         found = sorted(path.name for path in (out / "state").iterdir())
-        assert found == ["latest", StateFolder.tag(6), StateFolder.tag(9)], job["point"]
+        assert found == ["latest", StateFolder.tag(4), StateFolder.tag(6)], job["point"]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ UNCOMMITTED = " with uncommitted changes"
 CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change
 
 
+@cache
 def code_state() -> tuple[str | None, bool | None]:
-    """The commit, and True if the tree differs from it, new code and configs included; None outside of git."""
+    """The commit, and True if the tree differs from it, new code and configs included; None outside of git.
+
+    Asked once in a process, which runs the code that it imported at its start.
+    """
     root = Path(__file__).resolve().parents[2]
     commit = git_commit(root)
     if commit is None:

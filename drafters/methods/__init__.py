@@ -4,6 +4,7 @@ A method's file is imported when its name is used.
 """
 
 import difflib
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,15 @@ def method_names(declaring: str = "name") -> list[str]:
     Args:
         declaring: a class attribute; methods that do not set it are left out.
     """
+    return sorted(name for name, text in _methods().items() if f"    {declaring} = " in text)
+
+
+@cache
+def _methods() -> dict[str, str]:
+    """The text of each method's file. Each is read once: every drafter that is made asks for it."""
     files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
     texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
-    named = {name: text for name, text in texts.items() if f'    name = "{name}"\n' in text}
-    return sorted(name for name, text in named.items() if f"    {declaring} = " in text)
+    return {name: text for name, text in texts.items() if f'    name = "{name}"\n' in text}
 
 
 def check_method(name: str) -> None:

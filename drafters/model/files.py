@@ -13,7 +13,6 @@ from typing import Any, get_args
 import psutil
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -111,7 +110,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model of this configuration without contents, for the names and shapes of its weights."""
-    with unset_fake_temporarily(), torch.device("meta"):
+    with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     return model
 

@@ -237,7 +237,7 @@ def check_head(head: Any, config: PretrainedConfig) -> None:
 
 def differ(config: PretrainedConfig, how: str, found: Tensor, expected: Tensor) -> None:
     """Raise ValueError if a head that was run in another way gave something else; tensors without contents agree."""
-    if found.device.type == "meta" or type(found) is not Tensor:
+    if found.is_meta:
         return
     gap, scale = (found - expected).abs().max().item(), expected.abs().max().item()
     if not gap <= max(1e-3, 8 * torch.finfo(found.dtype).eps) * scale:

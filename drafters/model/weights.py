@@ -38,6 +38,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 SHOWN = 4  # tensors that a message names
+MOST_ANSWERS = 16  # models whose tensors were compared with their configurations, more than a program uses
 
 
 # How files of multimodal models name the tensors of their text model, and the names there.
@@ -240,7 +241,24 @@ def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]
 
 
 def _differences(name: str, weights: Weights) -> dict[str, Any]:
-    """transformers' loading info for these tensors: it loads them without contents, so nothing is read."""
+    """transformers' loading info for these tensors: it loads them without contents, so nothing is read.
+
+    Answers are kept, because a program opens the weights of one model several times.
+    """
+    tensors = [(key, place.dtype, place.shape) for key, place in weights.stored.items()]
+    asked = repr((weights.config.to_dict(), tensors))
+    if asked not in _answers:
+        if len(_answers) == MOST_ANSWERS:
+            _answers.clear()
+        _answers[asked] = _loading_info(name, weights)
+    return _answers[asked]
+
+
+_answers: dict[str, dict[str, Any]] = {}
+
+
+def _loading_info(name: str, weights: Weights) -> dict[str, Any]:
+    """``_differences``, computed: transformers builds the model twice."""
     fp8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
     given = {
         key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")

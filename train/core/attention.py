@@ -123,7 +123,7 @@ def check_dialogues(module: Any, inputs: list[Tensor], refused: Callable[[object
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise refused(f"its attention takes no packed dialogues ({error})") from error
     module.train(training)
-    if together.device.type == "meta" or type(together) is not Tensor:  # without contents
+    if together.is_meta:  # without contents
         return
     expected = torch.cat(alone, dim=1)
     if not (together - expected).abs().max() <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * expected.abs().max():
@@ -174,6 +174,10 @@ def as_if_on(device: str) -> Iterator[None]:
 
 def fused_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Causal attention ``[1, heads, T, d]`` -> ``[1, T, heads, d]`` by PyTorch's kernels, without a mask."""
+    if query.is_meta:  # for tensors without contents PyTorch chooses a kernel that keeps the scores
+        kernel, dropout = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, options.get("dropout", 0.0)
+        found: Tensor = kernel(query, key, value, dropout, True, scale=options.get("scaling"))[0]
+        return found.transpose(1, 2).contiguous()
     with attention_kernels(query.device):  # dialogues are of all lengths
         return sdpa_attention_forward(module, query, key, value, None, **options)[0]
 

@@ -273,7 +273,9 @@ def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[in
     on_gpu = given.device is not None or torch.cuda.is_available()
     parts, passes = estimate.rank_memory(config, task, lengths, given.ranks, on_gpu)
     total, report.memory = sum(parts.values()), parts
-    less = estimate.pass_memory(config, task.ends.config, lengths, checkpointing=True, on_gpu=on_gpu)["pass"]
+    less = passes["pass"]
+    if not config.activation_checkpointing:
+        less = estimate.pass_memory(config, task.ends.config, lengths, checkpointing=True, on_gpu=on_gpu)["pass"]
     details = f" (including the loss's rows of logits {size_text(passes['loss'])}, the batch "
     details += f"{size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
     text = f"{size_text(total)}, and the CUDA context (about half a GB)"

@@ -1,7 +1,7 @@
 """Estimate a training run's memory, disk and FLOPs from shapes.
 
 The memory of the forward and backward pass is traced: the run's own code processes one micro-batch of tensors without
-contents (torch's fake tensors), and the allocation and release of every tensor is counted.
+contents (on the device "meta"), and the allocation and release of every tensor is counted.
 """
 
 import time
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
@@ -25,7 +24,7 @@ from drafters.model.stock import logit_change
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
-from train.core.losses import default_chunk_rows, two_chunks_only
+from train.core.losses import Pairs, default_chunk_rows, two_chunks_only
 from train.core.optimizer import exact_buffers
 from train.core.runtime import dtype_of, rank_device
 from train.core.task import Task, make_task
@@ -145,15 +144,14 @@ def pass_memory(
         ``batch``: the micro-batch; ``loss``: the loss's own peak, its rows of logits; ``pass``: all.
     """
     dtype = dtype_of(config)
-    # Tensors without contents on the CPU, new modules in ``dtype``.
     with (
-        FakeTensorMode(),
+        torch.device("meta"),
         local_torch_dtype(dtype),
         torch.random.fork_rng(devices=[]),
         as_if_on("cuda" if on_gpu else "cpu"),
         two_chunks_only(),
     ):
-        ends = meta_ends(target, device="cpu", dtype=dtype)
+        ends = meta_ends(target, dtype=dtype)
         task = _with_loss_ids(make_task(config, ends))
         task.heads.limit = config.loss_chunk_rows or default_chunk_rows(task.heads.sliced, on_gpu)
         for weights in task.module.parameters():
@@ -166,10 +164,13 @@ def pass_memory(
             batch = task.choose_most(batch)
             if checkpointing:
                 checkpoint_activations(task.module)
-            task.losses(task.pairs(task.module, batch, seed=0))["loss"].backward()
-            whole = memory.peak
-        with torch.no_grad():
             pairs = task.pairs(task.module, batch, seed=0)
+            shapes = {name: (each.shape, each.dtype) for name, each in vars(pairs).items() if each is not None}
+            scalar = task.losses(pairs)["loss"]
+            del pairs  # as in training, the losses keep what they need
+            scalar.backward()
+            whole = memory.peak
+        pairs = Pairs(**{name: torch.empty(shape, dtype=kind) for name, (shape, kind) in shapes.items()})
         with PeakMemory() as memory:
             predicted = torch.empty_like(pairs.predictions, requires_grad=True)
             before = memory.now

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,12 +216,18 @@ def check_continues(run: Path, now: dict[str, Any]) -> None:
         )
 
 
+@cache
+def _commit() -> str | None:
+    """The commit of the code that this process imported."""
+    return git_commit(Path(__file__).resolve().parent)
+
+
 def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict[str, Any]:
     """How to run a training program again; ``libraries``: whose versions matter beside torch's."""
     return {
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
-        "commit": git_commit(Path(__file__).resolve().parent),
+        "commit": _commit(),
         "versions": library_versions("torch", "transformers", *libraries),
     }
 
