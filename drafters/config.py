@@ -50,6 +50,17 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
 
+class LayerShape(Config):
+    """Values of a head's decoder layers, by the names of transformers' configurations; null: the target's."""
+
+    intermediate_size: Width | None = Field(default=None, ge=1)
+    num_attention_heads: Width | None = Field(default=None, ge=1)
+    num_key_value_heads: Width | None = Field(default=None, ge=1)
+    head_dim: Width | None = Field(default=None, ge=1)
+    rms_norm_eps: float | None = Field(default=None, gt=0)
+    rope_parameters: dict[str, Any] | None = None
+
+
 def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | None = None) -> ConfigT:
     """Read ``path`` (YAML), apply ``key.sub=value`` overrides, and validate.
 

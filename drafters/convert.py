@@ -1,10 +1,11 @@
 """Import a drafter in the form of its authors as a checkpoint of this toolkit; the reverse of ``drafters.export``.
 
-    python -m drafters.convert SOURCE --target MODEL --out FOLDER [--revision R] [--exit-layer N]
+    python -m drafters.convert SOURCE --target MODEL --out FOLDER [--revision R] [--exit-layer N] [--layout L]
 
-SOURCE is a folder or Hub repository of an EAGLE, EAGLE-2 or EAGLE-3 head or a Kangaroo adapter: config.json and
-model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter needs --exit-layer, which
-its files do not tell. FOLDER can be loaded (`load_drafter`), trained further (init_from) and published.
+SOURCE is a folder or Hub repository of an EAGLE, EAGLE-2, EAGLE-3, DFlash or DSpark head or a Kangaroo adapter:
+config.json and model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter needs
+--exit-layer, and some DFlash and DSpark heads need --layout, because their files do not tell it. FOLDER can be loaded
+(`load_drafter`), trained further (init_from) and published.
 """
 
 from pathlib import Path
@@ -13,6 +14,8 @@ from drafters.cli.program import CommandLine, command, keeping, positive, run_pr
 from drafters.common.files import check_new_folder
 from drafters.common.paths import check_model
 from drafters.layouts.config import LOADS_AS_IT_IS, read_config
+
+LAYOUTS = ("fill-in", "anchor-first")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,6 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, help="new folder")
     parser.add_argument("--revision", help="of a source on the Hub")
     parser.add_argument("--exit-layer", type=positive, help="of a Kangaroo adapter: layers of the target before it")
+    parser.add_argument("--layout", choices=LAYOUTS, help="of a DFlash or DSpark head: what a slot predicts")
     given = parser.parse(arguments)
     check_new_folder(given.out, "--out")
     check_model(given.source, "source", given.revision)
@@ -33,9 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     from drafters.layouts.convert import convert
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        for notice in convert(
-            given.source, given.target, given.out, given.exit_layer, given.revision, given.target_revision
-        ):
+        revisions = given.revision, given.target_revision
+        for notice in convert(given.source, given.target, given.out, given.exit_layer, *revisions, given.layout):
             print(f"note: {notice}")
     print(given.out)
 

@@ -16,8 +16,9 @@ from transformers import AutoConfig
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
-from drafters.layouts.eagle3_export import told_state, why_not
+from drafters.layouts.eagle3_export import why_not
 from drafters.layouts.export import check, export, served_by
+from drafters.layouts.state_heads import told_state
 from drafters.methods.eagle3 import Eagle3Options
 
 LAYERS, USUAL = 7, [2, 3, 4]  # n layers; the states 2, n // 2 and n - 3

@@ -14,7 +14,7 @@ from drafters.common.paths import shown_name
 from drafters.common.wording import dtype_name, shortened
 from drafters.hub.checkpoint import FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
 from drafters.hub.declared import Layout
-from drafters.layouts import eagle3
+from drafters.layouts import block, eagle3
 from drafters.layouts.config import CONFIG_FILE, LOADS_AS_IT_IS, made_from, read_config
 from drafters.layouts.released import (
     DTYPES,
@@ -27,6 +27,7 @@ from drafters.layouts.released import (
     kind_of,
     read_weights,
 )
+from drafters.layouts.state_heads import LM_HEAD, Reading
 from drafters.learned import LearnedDrafter
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.layers import layer_config
@@ -42,6 +43,7 @@ def convert(
     exit_layer: int | None = None,
     revision: str | None = None,
     target_revision: str | None = None,
+    layout: str | None = None,
 ) -> list[str]:
     """Write the released head ``source`` as a checkpoint into ``out``, its tensors bit for bit.
 
@@ -49,6 +51,7 @@ def convert(
         source: a folder, or a Hub repository at ``revision``.
         target: the model that it was trained for; its embedding and LM head are read.
         exit_layer: of a Kangaroo adapter, whose own files do not tell it.
+        layout: of a DFlash or DSpark head whose own files do not tell it: fill-in or anchor-first.
 
     Returns:
         notes for the user on what was left out.
@@ -63,17 +66,18 @@ def convert(
     config = read_config(folder, source, LOADS_AS_IT_IS)
     path, weights = read_weights(folder, source)
     kind, notices = kind_of(weights), list[str]()
-    _check_known(weights, kind, source, exit_layer)
-    if kind.name == eagle3.METHOD:
-        weights = eagle3.renamed(weights)
+    _check_known(weights, kind, source, exit_layer, layout)
+    states = kind.name in (eagle3.METHOD, *block.METHODS)  # a head that reads the target's states
+    if states:
+        weights = (eagle3 if kind.name == eagle3.METHOD else block).renamed(weights)
     there = weights.get(EMBEDDING)  # the target's is read only to be compared with it
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
     embedding = weights.pop(EMBEDDING, None)
-    if kind.name == eagle3.METHOD:
-        options, more = eagle3.read(config, weights, ends.config, source)
+    if states:
+        notices += _drop_lm_head(weights, ends) if embedding is not None and kind.name in block.METHODS else []
+        (options, more), weights = _state_head(kind.name, config, weights, ends, folder, source, layout)
         notices += more
-        weights = eagle3.own_weights(weights, options)
     else:
         options = _options(config, weights, kind, ends, source, target, notices)
         if "exit_layer" in kind.options.model_fields:
@@ -82,17 +86,39 @@ def convert(
     if embedding is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
     load_state(kind.build_module(ends.config, options), weights, source)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     written = {
         "drafter_type": kind.name,
         "format_version": FORMAT_VERSION,
         "drafter": options,
         "target": ends.identity(target, target_revision).model_dump(),
-        "training": {"imported_from": shown_name(source), "revision": revision, "file": path.name, "sha256": digest},
+        "training": _provenance(source, revision, path),
     }
     save_checkpoint(out, weights, written, dtype=None)
     return notices
+
+
+def _state_head(
+    method: str,
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    ends: FrozenEnds,
+    folder: Path,
+    source: str,
+    layout: str | None,
+) -> tuple[Reading, dict[str, Tensor]]:
+    """Options and weights of a head that reads the target's states."""
+    if method == eagle3.METHOD:
+        found = eagle3.read(config, weights, ends.config, source)
+        return found, eagle3.own_weights(weights, found.options)
+    block.check_folder(folder, source)
+    found = block.read(config, weights, ends.config, source, layout)
+    return found, block.own_weights(weights, found.options)
+
+
+def _provenance(source: str, revision: str | None, path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"imported_from": shown_name(source), "revision": revision, "file": path.name, "sha256": digest}
 
 
 def _options(
@@ -125,17 +151,23 @@ def _folder(source: str, revision: str | None) -> Path:
 
 
 def _check_known(
-    weights: Mapping[str, Tensor], kind: type[LearnedDrafter], source: str, exit_layer: int | None
+    weights: Mapping[str, Tensor],
+    kind: type[LearnedDrafter],
+    source: str,
+    exit_layer: int | None,
+    layout: str | None,
 ) -> None:
-    """Raise ValueError if this toolkit has no such head, or an exit layer is given for one that has none."""
+    """Raise ValueError if this toolkit has no such head, or an exit layer or layout is given for one without."""
     names = kind.layout.names
-    if kind.name != eagle3.METHOD and 2 * len(names & weights.keys()) < len(names):
+    if kind.name not in (eagle3.METHOD, *block.METHODS) and 2 * len(names & weights.keys()) < len(names):
         known = ", ".join(other.layout.noun for other in exportable())
         held = ", ".join(sorted(weights)[:3]) or "nothing"
         raise ValueError(f"{source} is no head of a known kind (known: {known}): it holds {held}")
     if exit_layer is not None and "exit_layer" not in kind.options.model_fields:
         noun = kind.layout.noun
         raise ValueError(f"--exit-layer is {exit_layer}, and {source} is {noun}, which has none; leave it out")
+    if layout is not None and kind.name not in block.METHODS:
+        raise ValueError(f"--layout is {layout}, and {source} is {kind.layout.noun}, which has none; leave it out")
 
 
 def _check_layer(config: Mapping[str, Any], shape: PretrainedConfig, layout: Layout, source: str, target: str) -> None:
@@ -166,18 +198,35 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
             f"{source}: {EMBEDDING} is {list(theirs.shape)} in {dtype_name(theirs.dtype)}, and {TARGETS} of "
             f"{target} is {list(ours.shape)}; give the model that it was trained for: --target MODEL"
         )
+    if (largest := _apart(theirs, ours, ends)) is not None:
+        raise ValueError(
+            f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart, more "
+            "than rounding explains; give the model that it was trained for: --target MODEL"
+        )
+    return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
+
+
+def _apart(theirs: Tensor, ours: Tensor, ends: FrozenEnds) -> float | None:
+    """The largest difference of two matrices ``[V, H]``; None if rounding explains it."""
     # They may differ by the rounding of the coarser dtype; float16 also flushes the smallest values to zero.
     stored = getattr(torch, dtype_name(getattr(ends.config, "dtype", None)), ours.dtype)
     eps, tiny = max(torch.finfo(kind).eps for kind in (theirs.dtype, ours.dtype, stored)), 2.0**-24
     for start in range(0, len(ours), ROWS):
         one, other = theirs[start : start + ROWS].float(), ours[start : start + ROWS].float()
         if not torch.allclose(one, other, rtol=eps, atol=tiny):
-            largest = (one - other).abs().nan_to_num(torch.inf).max().item()
-            raise ValueError(
-                f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart, more "
-                "than rounding explains; give the model that it was trained for: --target MODEL"
-            )
-    return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
+            return (one - other).abs().nan_to_num(torch.inf).max().item()
+    return None
+
+
+def _drop_lm_head(weights: dict[str, Tensor], ends: FrozenEnds) -> list[str]:
+    """Remove a copy of the target's LM head, as DeepSpec's trainer stores one; another LM head is the head's own."""
+    theirs, ours = weights.get(LM_HEAD), ends.lm_head
+    if theirs is None or theirs.shape != ours.weight.shape or theirs.dtype not in DTYPES:
+        return []
+    if _apart(theirs, ours.weight, ends) is not None:
+        return [f"its {LM_HEAD} is not the target's, and is kept: it drafts with all {len(theirs):,} rows of its own"]
+    del weights[LM_HEAD]
+    return [f"its {LM_HEAD} ({dtype_name(theirs.dtype)}) is the target's, and was left out"]
 
 
 def _bias(

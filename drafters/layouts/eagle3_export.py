@@ -4,45 +4,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from drafters.common.states import from_outputs, state_name, to_inputs, to_outputs
+from drafters.common.states import from_outputs, to_inputs, to_outputs
 from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import load_state
 from drafters.hub.declared import READERS
-from drafters.layouts.config import CONFIG_FILE, MADE_FROM, made_from, older_keys, rope
+from drafters.layouts.config import CONFIG_FILE, MADE_FROM, rope
 from drafters.layouts.eagle3 import (
     FLAGS,
     IDS,
     OFFICIAL,
     SGLANG,
     SPECULATORS,
-    T2D,
     VLLM,
-    architecture_of,
     flattened,
     read,
     renamed,
     standard_taps,
 )
 from drafters.layouts.readme import Form
-from drafters.layouts.released import EMBEDDING, another_target, in_one_dtype, rope_problems, weights_text
+from drafters.layouts.released import in_one_dtype
+from drafters.layouts.state_heads import (
+    architecture_of,
+    layer_keys,
+    problems,
+    served_text,
+    speculators_keys,
+    told_state,
+    with_draft_vocabulary,
+)
 from drafters.methods.eagle3 import Eagle3Head, Eagle3Options, head_kind
-from drafters.model.draft_head import D2T, draft_ids
+from drafters.model.draft_head import D2T
 from drafters.model.files import load_config_only
 
 STEPS = 5  # tokens of a draft in speculators' config.json; engines take another number on their command line
-SPECULATORS_VERSION = "0.9.0"  # whose form is written
 LLAMA_CPP_SINCE = "July 2026 (pull request 25794)"  # reads the numbers of the states; before, it took the usual ones
 # Programs that load a folder with this architecture, if they read the same states in it.
 _LOADED_BY = {OFFICIAL: ("official", "vllm"), SGLANG: ("vllm", "sglang", "llama.cpp")}
 _LOADED_BY |= {VLLM["llama"]: ("vllm", "llama.cpp"), VLLM["qwen3"]: ("vllm",)}
 _LOADED_BY |= dict.fromkeys(SPECULATORS, ("vllm", "speculators"))
-_LAYER = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
-_LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id eos_token_id pad_token_id"
 # Families, by model_type, whose classes in SGLang 0.5.23 take an id for an output only if the first id is 1.
 _GUESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Families of targets, by model_type, that hand over their states: the official code's (February 2026) and SGLang's
@@ -97,11 +100,7 @@ def exported(
         origin: what ``made_from`` is to say of the checkpoint and its target.
     """
     names = {"layers.0.": "midlayer."} if to in ("official", "sglang") else {}
-    found = dict(weights)
-    if (offsets := found.pop(D2T, None)) is not None and len(offsets) < target.vocab_size:
-        chosen = torch.zeros(target.vocab_size, dtype=torch.bool)
-        chosen[draft_ids(offsets, target.vocab_size)] = True
-        found |= {D2T: offsets, T2D: chosen}
+    found = with_draft_vocabulary(weights, target.vocab_size)
     for ours, theirs in names.items():
         found = {name.replace(ours, theirs): value for name, value in found.items()}
     return _config(to, options, target, dtype_name(weights["fc.weight"].dtype), origin), found
@@ -112,9 +111,7 @@ def _config(
 ) -> dict[str, Any]:
     shape: Any = head_kind(target, options).config
     turning, taps = rope(shape.to_dict()), list(options.taps)
-    layer = {key: getattr(shape, key) for key in _LAYER.split()} | {"model_type": options.layer}
-    layer |= {"num_hidden_layers": options.layers, "attention_bias": False, "mlp_bias": False}
-    layer |= {"tie_word_embeddings": False, "rope_parameters": turning, **older_keys(turning)}
+    layer = layer_keys(shape, options.layer, options.layers)
     if options.sliding_window is not None:
         layer |= {"layer_types": ["sliding_attention"] * options.layers, "use_sliding_window": True}
         layer["sliding_window"] = options.sliding_window
@@ -122,22 +119,8 @@ def _config(
     head |= {"draft_vocab_size": options.draft_vocab_size or target.vocab_size, "dtype": dtype, "torch_dtype": dtype}
     head |= {"tie_word_embeddings": False, MADE_FROM: {**origin, **_told(to, options, target, turning)}}
     if to == "speculators":
-        proposal = {"proposal_type": "greedy", "speculative_tokens": STEPS, "verifier_accept_k": 1}
-        verifier = {"name_or_path": origin["target"], "architectures": list(target.architectures or [])}
-        return head | {
-            "architectures": [SPECULATORS[0]],
-            "speculators_model_type": "eagle3",
-            "speculators_version": SPECULATORS_VERSION,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal | {"accept_tolerance": 0.0}],
-                "verifier": verifier,
-            },
-            "transformer_layer_config": layer,
-            IDS: to_inputs(taps),
-            "embed_requires_grad": False,
-        }
+        form = speculators_keys("eagle3", SPECULATORS[0], STEPS, layer, target, origin["target"])
+        return head | form | {IDS: to_inputs(taps), "embed_requires_grad": False}
     architecture = {"official": OFFICIAL, "sglang": SGLANG}.get(to, VLLM[options.layer])
     ids = to_outputs(taps) if to == "sglang" else to_inputs(taps)
     eagle = {IDS: ids, "use_aux_hidden_state": True, "norm_before_fc": options.norm_before_fc}
@@ -165,14 +148,6 @@ def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Ma
         "rope": dict(turning),
         "target_layers": target.num_hidden_layers,
     }
-
-
-def told_state(tap: int, layers: int) -> str:
-    """The target's hidden state ``tap`` in all numberings; the last one is no ``hidden_states`` of transformers, which
-    norms it."""
-    if tap == layers:
-        return f"output of layer {tap - 1}, before the target's final norm"
-    return f"input of layer {tap} = {state_name(tap)}"
 
 
 def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | None:
@@ -282,50 +257,17 @@ def check(
     if target is None:
         raise ValueError(f"{folder} is an EAGLE-3 head, which is checked against its target; add --target MODEL")
     refused = check_head(config, renamed(weights), load_config_only(target), str(folder))
-    if found := another_target(config, target):
-        raise ValueError(f"{folder}: {found}")
-    if to is not None and refused[to] is not None:
-        raise ValueError(f"{folder} is not for {READERS[to]}: {refused[to]}")
-    if not (able := [READERS[one] for one, reason in refused.items() if reason is None]):
-        reasons = "; ".join(f"not for {READERS[one]}: {reason}" for one, reason in refused.items())
-        raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
-    return f"{folder} is an EAGLE-3 head for {' and '.join(able)}, {weights_text(weights)}, for {target}"
+    return served_text(folder, "an EAGLE-3 head", config, weights, refused, to, target)
 
 
 def _problems(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], options: Eagle3Options, target: PretrainedConfig
 ) -> list[str]:
     flat = flattened(config, CONFIG_FILE)
-    layer = config.get("transformer_layer_config", config)
-    found = rope_problems(layer)
-    if (trained := made_from(config).get("rope")) not in (None, rope(layer)):
-        found.append(f"RoPE is {rope(layer)}, and was {trained} in training")
-    if (longest := flat.get("max_position_embeddings") or 2048) < target.max_position_embeddings:
-        found.append(
-            f"max_position_embeddings is {longest:,}, and {target.max_position_embeddings:,} in the target: acceptance "
-            "falls to nothing there"
-        )
+    found = problems(config, flat, weights, lambda: Eagle3Head(target, options), target, positions=2048)
     if architecture_of(config) not in _LOADED_BY:
         known = ", ".join(_LOADED_BY)
         found.append(f"architectures is {architecture_of(config) or 'not given'}; known: {known}")
     if architecture_of(config) == OFFICIAL and "target_hidden_size" in config:
         found.append("target_hidden_size is given, with which the official code leaves the embedding random")
-    with torch.device("meta"):
-        wanted = Eagle3Head(target, options).state_dict()
-    allowed = {*wanted, EMBEDDING, T2D}
-    if missing := sorted(wanted.keys() - weights.keys()):
-        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
-    if unknown := sorted(weights.keys() - allowed):
-        found.append(f"unknown tensors: {', '.join(unknown)}")
-    for name in sorted(wanted.keys() & weights.keys()):
-        if weights[name].shape != wanted[name].shape:
-            found.append(f"{name} is {list(weights[name].shape)}, and {CONFIG_FILE} says {list(wanted[name].shape)}")
-        elif weights[name].is_floating_point() and not torch.isfinite(weights[name]).all():
-            found.append(f"{name} holds NaN or infinite values")
-    dtypes = {dtype_name(value.dtype) for name, value in weights.items() if name not in (D2T, T2D)}
-    said = flat.get("dtype") or flat.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    if not dtypes <= {"float32", "bfloat16", "float16"} or len(dtypes) > 1:
-        found.append(f"the tensors are {', '.join(sorted(dtypes))}; all must be one of float32, bfloat16, float16")
-    elif said is not None and dtype_name(said) not in dtypes:
-        found.append(f"the tensors are {', '.join(dtypes)}, and {CONFIG_FILE} says dtype {said!r}")
     return found

@@ -14,9 +14,9 @@ from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
 from drafters.hub.declared import READERS
-from drafters.layouts import eagle3, eagle3_export
+from drafters.layouts import block, block_export, eagle3, eagle3_export
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
-from drafters.layouts.readme import HOT_TOKENS, Exported, Form, readme, sglang, vllm
+from drafters.layouts.readme import HOT_TOKENS, STEPS, Exported, Form, readme, sglang, vllm
 from drafters.layouts.released import (
     BIASED,
     PICKLED_FILE,
@@ -35,7 +35,6 @@ from drafters.layouts.released import (
     why_not,
 )
 from drafters.methods import drafter_class
-from drafters.methods.eagle3 import Eagle3Options
 from drafters.model.draft_head import DRAFT_IDS, check_ids, kept_ids
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
 
     from drafters.learned import LearnedDrafter
 
+# Methods whose heads read the target's states: their forms, limits and checks.
+STATE_HEADS: dict[str, Any] = {eagle3.METHOD: eagle3_export, **dict.fromkeys(block.METHODS, block_export)}
 # A head attends to all tokens before it, also if its target has sliding windows.
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -83,9 +84,9 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
         )
     origin = _made_from(config, checkpoint, kind)
-    form_of = eagle3_export.form if method == eagle3.METHOD else _one_layer_form
-    form = form_of(checkpoint, to, options, family, weights, origin)
-    about = Exported(checkpoint, name, to, out, form.hot, method, form.readers)
+    form_of = STATE_HEADS[method].form if method in STATE_HEADS else _one_layer_form
+    form: Form = form_of(checkpoint, to, options, family, weights, origin)
+    about = Exported(checkpoint, name, to, out, form.hot, method, form.readers, form.steps)
     text = readme(form.config, form.weights, about, kind.layout)
     _write(out, form, text, kind.layout.pickled)
     return form.notices
@@ -147,8 +148,8 @@ def check(folder: Path, to: str | None = None, target: str | None = None) -> str
     path, weights = read_weights(folder, source)
     kind = kind_of(weights)
     layout = kind.layout
-    if kind.name == eagle3.METHOD:
-        return eagle3_export.check(folder, config, weights, to, target)
+    if kind.name in STATE_HEADS:
+        return STATE_HEADS[kind.name].check(folder, config, weights, to, target)
     found = problems(config, weights, path.name == PICKLED_FILE) + _hot_problems(folder, config)
     if target is not None:
         found += _other_target(config, target, kind)
@@ -205,7 +206,7 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
     found, kind = {}, learned(method)
     for to in READERS:
         found[to] = _method_refused(to, kind, options) or _unserved(to, kind, options, target)
-        if found[to] is None and method == eagle3.METHOD:
+        if found[to] is None and method in STATE_HEADS:
             found[to] = _no_target(to, kind, target)
         elif found[to] is None:
             shape, bias = layer_config(target, options.get("layer", "target")), kind.layout.has_bias(options)
@@ -224,11 +225,12 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
         return ""
     sections, target = [], base_model or shown_name(trained["name"])
     hot = None if options.get("draft_vocab") is None else weights.get(DRAFT_IDS)
+    steps = getattr(validate(learned(method).options, options, source=str(folder)), "slots", STEPS)
     for to, how in (("vllm", vllm), ("sglang", sglang)):
         if reasons[to] is None:
             out = Path(f"{repo_id.split('/')[-1]}-{to}")
             export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
-            section = how(Exported(repo_id, target, to, out, hot, method))
+            section = how(Exported(repo_id, target, to, out, hot, method, steps=steps))
             sections.append(section.replace("```sh\n", f"```sh\n{export}\n", 1))
     return "\n\n".join(sections)
 
@@ -249,7 +251,7 @@ def learned(method: str) -> type["LearnedDrafter"]:
 
 def _method_refused(to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any]) -> str | None:
     if to not in kind.layout.readers:
-        known = " and ".join(other.layout.noun for other in exportable() if to in other.layout.readers)
+        known = ", ".join(other.layout.noun for other in exportable() if to in other.layout.readers)
         return f"it is of the method {kind.name!r}; {READERS[to]} loads {known}, and no other head of ours"
     for name, value in kind.layout.options.items():
         if (found := options.get(name, value)) != value:
@@ -261,13 +263,13 @@ def _unserved(
     to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any], target: "PretrainedConfig"
 ) -> str | None:
     """Why ``to`` cannot serve a head with these options; None if it can."""
-    if kind.name == eagle3.METHOD:
-        return eagle3_export.why_not(to, validate(Eagle3Options, dict(options), source="drafter"), target)
+    if kind.name in STATE_HEADS:
+        return STATE_HEADS[kind.name].why_not(to, validate(kind.options, dict(options), source="drafter"), target)
     return _layer_refused(to, kind, options, target)
 
 
 def _no_target(to: str, kind: type["LearnedDrafter"], target: "PretrainedConfig") -> str | None:
-    own = eagle3_export.no_target if kind.name == eagle3.METHOD else no_target
+    own = STATE_HEADS[kind.name].no_target if kind.name in STATE_HEADS else no_target
     return own(to, target.model_type)
 
 

@@ -13,12 +13,14 @@ from drafters.layouts.config import MADE_FROM
 
 HOT_TOKENS = "hot_token_ids.pt"  # of SGLang's --speculative-token-map
 STEPS = 5  # tokens of a draft in the commands shown
+NUMBERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
 
 
 class Exported(NamedTuple):
     """What was exported: ``checkpoint``, for ``target``, for the reader ``to``, into ``out``.
 
     ``hot``: the draft vocabulary; None if the drafter has none. ``readers``: all programs that load this folder.
+    ``steps``: tokens of a draft in the commands shown.
     """
 
     checkpoint: str
@@ -28,12 +30,13 @@ class Exported(NamedTuple):
     hot: Tensor | None
     method: str
     readers: tuple[str, ...] = ()
+    steps: int = STEPS
 
 
 class Form(NamedTuple):
     """A head in the form of a program: what is written, the programs that load it, and what the user has to know.
 
-    ``hot``: the draft vocabulary of SGLang's file; None if there is none.
+    ``hot``: the draft vocabulary of SGLang's file; None if there is none. ``steps``: as in ``Exported``.
     """
 
     config: dict[str, Any]
@@ -41,6 +44,7 @@ class Form(NamedTuple):
     hot: Tensor | None
     readers: tuple[str, ...]
     notices: list[str]
+    steps: int = STEPS
 
 
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported, layout: Layout) -> str:
@@ -71,12 +75,17 @@ def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Expo
 
 
 def _reads(made: Mapping[str, Any]) -> str:
-    """What an EAGLE-3 head reads and feeds back."""
-    ids = "eagle_aux_hidden_state_layer_ids"
+    """What a head of several states reads, and feeds back or predicts."""
     states = "\n".join(f"- {state}" for state in made["states"])
+    ids = next(key for key in NUMBERED if key in made)
+    then = (
+        f"The next step reads {made['fed_back']}."
+        if "fed_back" in made
+        else f"Layout {made['layout']}: {made['slot']}."
+    )
     return (
         f"## What it reads\n\nfc takes these states of the target, in this order:\n\n{states}\n\n"
-        f"`{ids}` in config.json counts {made[ids]}. The next step reads {made['fed_back']}."
+        f"`{ids}` in config.json counts {made[ids]}. {then}"
     )
 
 
@@ -91,14 +100,14 @@ def _llama_cpp(given: Exported) -> str:
     lines = [
         f"python convert_hf_to_gguf.py {given.target} --outfile target.gguf",
         f"python convert_hf_to_gguf.py {given.out} --target-model-dir {given.target} --outfile draft.gguf",
-        f"llama-server -m target.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max {STEPS}",
+        f"llama-server -m target.gguf -md draft.gguf --spec-type draft-{given.method} --spec-draft-n-max {given.steps}",
     ]
     return "## llama.cpp\n\n```sh\n" + "\n".join(lines) + "\n```"
 
 
 def vllm(given: Exported) -> str:
     """How vLLM serves it."""
-    options = json.dumps({"method": given.method, "model": str(given.out), "num_speculative_tokens": STEPS})
+    options = json.dumps({"method": given.method, "model": str(given.out), "num_speculative_tokens": given.steps})
     return (
         f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{options}'\n```\n\n"
         "vLLM drafts chains, not trees."
@@ -110,7 +119,9 @@ def sglang(given: Exported) -> str:
     lines = [
         f"python -m sglang.launch_server --model-path {given.target}",
         f"    --speculative-algorithm {given.method.upper()} --speculative-draft-model-path {given.out}",
-        f"    --speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
+        f"    --speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
+        if given.method not in ("dflash", "dspark")
+        else f"    --speculative-num-draft-tokens {given.steps + 1}",  # with the anchor
     ]
     lines += [] if given.hot is None else [f"    --speculative-token-map {given.out / HOT_TOKENS}"]
     text = "## SGLang\n\n```sh\n" + " \\\n".join(lines) + "\n```"

@@ -35,6 +35,7 @@ BIASED = "EagleWithBiasForCausalLM"  # known to no engine: vLLM has no bias in f
 SGLANG = {"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle"}  # by the target's family
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EMBEDDING = "embed_tokens.weight"
+DSPARK_HEADS = ("markov_head.", "confidence_head.")  # which have biases
 # Families of targets, by model_type, that a reader can run beside a head: the official code's own models (February
 # 2026), SGLang's classes that hand out embedding and LM head (0.5.23). vLLM 0.32 takes any.
 _TARGETS = {
@@ -78,6 +79,14 @@ def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
     return path, {name: value.contiguous() for name, value in found.items()}
 
 
+def block_method(weights: Mapping[str, Tensor]) -> str | None:
+    """The method of a block drafter's head with these tensors, dflash or dspark; None for other heads."""
+    names = {name.removeprefix("model.") for name in weights}
+    if "hidden_norm.weight" not in names:
+        return None
+    return "dspark" if any(name.startswith(DSPARK_HEADS) for name in names) else "dflash"
+
+
 def exportable() -> list[type["LearnedDrafter"]]:
     """The methods that declare who can load their heads."""
     kinds: list[Any] = [drafter_class(name) for name in method_names()]
@@ -87,11 +96,15 @@ def exportable() -> list[type["LearnedDrafter"]]:
 def kind_of(weights: Mapping[str, Tensor]) -> type["LearnedDrafter"]:
     """The method that these tensors belong to: the one with the most of their names.
 
-    EAGLE-3 heads, which have names of several forms, all have a norm of the feature.
+    EAGLE-3 heads, which have names of several forms, all have a norm of the feature. Block heads have it outside of
+    their layers.
     """
+    if (method := block_method(weights)) is not None:
+        return drafter_class(method)  # type: ignore[return-value]
     if any(name.endswith("hidden_norm.weight") for name in weights):
         return Eagle3Drafter
-    return max(exportable(), key=lambda kind: len(kind.layout.names & weights.keys()))
+    kinds = [kind for kind in exportable() if kind.layout.tensors]  # the others were told by their norms
+    return max(kinds, key=lambda kind: len(kind.layout.names & weights.keys()))
 
 
 def head_layer(config: Mapping[str, Any], target: "PretrainedConfig", kind: type["LearnedDrafter"]) -> HeadLayer:

@@ -13,16 +13,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.config import Config, DraftLayer, DraftSize, Layers, Vocabulary, validate
+from drafters.config import Config, DraftLayer, DraftSize, Layers, LayerShape, Vocabulary, validate
 from drafters.drafting.block_tree import Marginals, Slots, fill, grow_likeliest
 from drafters.drafting.pending import PendingFeatures, StateReader
 from drafters.drafting.tree_plan import TreePlan, chain_plan, tree_plan
+from drafters.hub.declared import READERS, Layout
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.model.block_backbone import BlockBackbone, ContextLayer, block_rows
 from drafters.model.draft_head import DraftHead, quantize_layers
-from drafters.model.layers import layer_config, own_rope
+from drafters.model.layers import rope_of
 from drafters.model.runner import Part, PartLayer
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import PRIOR, ShapePolicy
@@ -62,6 +63,7 @@ class BlockOptions(Config):
     ``layer``, ``layers``: kind of its decoder layers, and their number.
     ``causal``: a row of a block attends only to the rows before it and itself.
     ``draft_vocab_size``: tokens of its own LM head; null: it drafts with the target's LM head.
+    ``shape``: heads, MLP and RoPE of its layers where a released head has others than the target.
     """
 
     tree: Literal["auto", "chain", "tree"] = "auto"
@@ -79,6 +81,7 @@ class BlockOptions(Config):
     layers: Layers = Field(default=5, ge=1)
     causal: bool = False
     draft_vocab_size: Vocabulary | None = Field(default=None, ge=1)
+    shape: LayerShape = LayerShape()
 
     @model_validator(mode="after")
     def _truncates_chains(self) -> "BlockOptions":
@@ -101,6 +104,11 @@ class BlockOptions(Config):
         """The first slot that predicts a token."""
         return 1 if self.layout == "fill-in" else 0
 
+    @property
+    def slots(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - self.first_slot
+
 
 class DFlashDrafter(StateReader):
     """Drafts a chain, a tree, or what the policy chooses, of one pass over the block.
@@ -113,6 +121,12 @@ class DFlashDrafter(StateReader):
     name = "dflash"
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DFlash head ([DFlash](https://arxiv.org/abs/2602.06036))"
+    layout = Layout(
+        "a DFlash head",
+        code="DFlashDraftModel.from_pretrained('{out}').spec_generate(target, input_ids, new_tokens, stop_token_ids)",
+        note="`from dflash.model import DFlashDraftModel` (z-lab). The target is a model of transformers.",
+        readers=tuple(READERS),
+    )
     max_batch = None
     follows = True
     unread = {"chain": ("nodes", "top_k")}
@@ -122,13 +136,12 @@ class DFlashDrafter(StateReader):
         super().__init__(target, module, options)
         self.given = options
         self.taps = tuple(options.taps)
-        slots = options.block_size - options.first_slot
-        self.depth = options.depth or slots
-        _check(options, target, slots)
+        self.depth = options.depth or options.slots
+        _check(options, target)
         self.lm_head = self.draft_head(options)
         self.top_k = min(options.top_k, self.lm_head.width)
         self._block, self._context = self._parts()
-        self._layer = layer_config(target.config, options.layer)
+        self._layer = cast(Any, module).config
         self._rows = block_rows(options.block_size, options.causal, target.device)
         masks = [options.mask_token_id] * (options.block_size - 1)
         self._masks = torch.tensor([masks], dtype=torch.long, device=target.device)
@@ -144,7 +157,7 @@ class DFlashDrafter(StateReader):
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
         given = validate(BlockOptions, drafter_config, source=f"options of drafter {cls.name!r}")
-        return BlockBackbone(target_config, given.taps, given.layer, given.layers, given.draft_vocab_size)
+        return BlockBackbone(target_config, given.taps, given.layer, given.layers, given.draft_vocab_size, given.shape)
 
     def drafter_config(self) -> dict[str, Any]:
         return self.given.model_dump(exclude_defaults=True) | {"tree": self.given.tree, "layout": self.given.layout}
@@ -217,7 +230,7 @@ class DFlashDrafter(StateReader):
     def _parts(self) -> tuple[Part, Part]:
         """What runs over a block, and what takes in committed tokens."""
         runner, head = self.target.runner, cast(Any, self.module)
-        block = runner.part(head.layers, self.target.embed, runner.norm(head.norm), own_rope(head, self.target.config))
+        block = runner.part(head.layers, self.target.embed, runner.norm(head.norm), rope_of(head.config))
         fc, norm = runner.linear(head.fc), runner.norm(head.hidden_norm)
         layers = [PartLayer(ContextLayer(layer.self_attn, runner.linear), n) for n, layer in enumerate(head.layers)]
         context = Part(layers, lambda states: norm(fc(states)), rope=block.rope)
@@ -226,14 +239,14 @@ class DFlashDrafter(StateReader):
         return block, context
 
 
-def _check(options: BlockOptions, target: TargetModel, slots: int) -> None:
+def _check(options: BlockOptions, target: TargetModel) -> None:
     if options.mask_token_id >= target.vocab_size:
         raise ValueError(
             f"mask_token_id is {options.mask_token_id:,}, and the vocabulary of {target.name} has "
             f"{target.vocab_size:,} tokens; give the id that the head was trained with"
         )
-    if options.depth is not None and options.depth > slots:
+    if options.depth is not None and options.depth > options.slots:
         raise ValueError(
             f"depth is {options.depth}, and a block of {options.block_size} rows with layout {options.layout} predicts "
-            f"{slots} tokens; use {slots} or less"
+            f"{options.slots} tokens; use {options.slots} or less"
         )

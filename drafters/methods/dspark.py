@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from drafters.config import Width, validate
 from drafters.drafting.block_tree import Slots, top_logit
+from drafters.hub.declared import READERS, Layout
 from drafters.loop.state import DecodeState
 from drafters.methods.dflash import BlockOptions, DFlashDrafter
 from drafters.model.block_backbone import BlockBackbone
@@ -96,7 +97,7 @@ class DSparkHead(BlockBackbone):
     """
 
     def __init__(self, target_config: PretrainedConfig, options: "DSparkOptions") -> None:
-        given = options.taps, options.layer, options.layers, options.draft_vocab_size
+        given = options.taps, options.layer, options.layers, options.draft_vocab_size, options.shape
         super().__init__(target_config, *given)
         outputs, rank = options.draft_vocab_size or target_config.vocab_size, options.markov_rank
         self.markov_head = MarkovHead(options.markov_head, target_config.vocab_size, outputs, rank, self.hidden_size)
@@ -172,6 +173,7 @@ class DSparkDrafter(DFlashDrafter):
     name = "dspark"
     options = DSparkOptions
     card_title = "DSpark head ([DSpark](https://arxiv.org/abs/2607.05147))"
+    layout = Layout("a DSpark head", readers=tuple(name for name in READERS if name != "official"))
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:

@@ -7,23 +7,21 @@ norms each state before ``fc``, and feeds back the output after the norm. Drafti
 """
 
 import warnings
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.config import Config, DraftLayer, DraftSize, Layers, Length, Vocabulary, Width
+from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Length, Vocabulary
 from drafters.hub.declared import READERS, Layout
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import EagleDrafter, TreeOptions
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import D2T, DraftHead, quantize_layers
-from drafters.model.layers import LayerKind, layer_kind, made
-from drafters.model.runner import Part, Rotary, identity, model_time
+from drafters.model.layers import LayerKind, layer_kind, made, rope_of
+from drafters.model.runner import Part, identity, model_time
 from drafters.model.target import TargetModel
 
 
@@ -142,17 +140,6 @@ class Eagle3Head(nn.Module):
         return predicted if self.norm_output else self.norm(predicted)
 
 
-class Eagle3Shape(Config):
-    """Values of the decoder layers' configuration, by the names of transformers; null: the target's."""
-
-    intermediate_size: Width | None = Field(default=None, ge=1)
-    num_attention_heads: Width | None = Field(default=None, ge=1)
-    num_key_value_heads: Width | None = Field(default=None, ge=1)
-    head_dim: Width | None = Field(default=None, ge=1)
-    rms_norm_eps: float | None = Field(default=None, gt=0)
-    rope_parameters: dict[str, Any] | None = None
-
-
 class Eagle3Options(TreeOptions):
     """Options of the EAGLE-3 drafter; the keys from ``taps`` on describe the head.
 
@@ -182,15 +169,12 @@ class Eagle3Options(TreeOptions):
     norm_output: bool = False
     sliding_window: Length | None = Field(default=None, ge=1)
     trained_steps: DraftSize | None = Field(default=None, ge=1)
-    shape: Eagle3Shape = Eagle3Shape()
+    shape: LayerShape = LayerShape()
 
 
 def head_kind(target: PretrainedConfig, options: Eagle3Options) -> LayerKind:
     """Return the classes and the configuration of the head's decoder layers."""
-    kind = layer_kind(target, options.layer)
-    for name, value in options.shape.model_dump(exclude_none=True).items():
-        setattr(kind.config, name, value)
-    return replace(kind, eps=cast(Any, kind.config).rms_norm_eps)
+    return layer_kind(target, options.layer, options.shape)
 
 
 def _check(options: Eagle3Options, target: PretrainedConfig) -> None:
@@ -260,8 +244,7 @@ class Eagle3Drafter(EagleDrafter):
             return torch.cat([target.embed(tokens), features], dim=-1)
 
         leave = norm if head.norm_output else identity
-        rotary = Rotary(LlamaRotaryEmbedding(head.config), head.config)
-        part = runner.part(head.layers, enter, leave, rotary, options.sliding_window)
+        part = runner.part(head.layers, enter, leave, rope_of(head.config), options.sliding_window)
         if options.draft_dtype is not None:
             quantize_layers(part, options.draft_dtype)
         return part

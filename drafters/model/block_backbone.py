@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.common.states import state_name
-from drafters.config import DraftLayer
+from drafters.config import DraftLayer, LayerShape
 from drafters.model.cache import KVCache
 from drafters.model.fused import signed
 from drafters.model.layers import layer_kind, made
@@ -33,6 +33,7 @@ class BlockBackbone(nn.Module):
         taps: the target's states that it reads, by the number of layers before each.
         layer, layers: kind of its decoder layers, and their number.
         draft_vocab_size: rows of its own LM head; ``d2t`` has their ids, as offsets. None: the target's LM head.
+        shape: where its layers differ from what the target gives.
 
     Raises:
         ValueError: the target has no such states, or fewer tokens.
@@ -45,10 +46,11 @@ class BlockBackbone(nn.Module):
         layer: DraftLayer,
         layers: int,
         draft_vocab_size: int | None = None,
+        shape: LayerShape | None = None,
     ) -> None:
         super().__init__()
         _check(target_config, taps, draft_vocab_size)
-        kind = layer_kind(target_config, layer)
+        kind = layer_kind(target_config, layer, shape)
         config: Any = kind.config
         config.num_hidden_layers, wide = layers, config.hidden_size
         if getattr(config, "layer_types", None):

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from drafters.config import DraftLayer, HeadLayer
+from drafters.config import DraftLayer, HeadLayer, LayerShape
 from drafters.model.cache import KVCache, config_shapes, head_sizes
 from drafters.model.files import SUPPORTED
 from drafters.model.runner import Rotary
@@ -73,14 +73,20 @@ def layer_config(config: PretrainedConfig, layer: HeadLayer | DraftLayer) -> Pre
 
 def own_rope(head: Any, config: PretrainedConfig) -> Rotary | None:
     """Return the RoPE of a head's Llama or Qwen3 layer; None if its layer is the target's own and uses the target's."""
-    if head.layer == "target":
-        return None
-    own = layer_config(config, head.layer)
-    return Rotary(LlamaRotaryEmbedding(own), own)  # type: ignore[arg-type]
+    return None if head.layer == "target" else rope_of(layer_config(config, head.layer))
 
 
-def layer_kind(config: PretrainedConfig, layer: HeadLayer | DraftLayer = "target") -> LayerKind:
+def rope_of(config: PretrainedConfig) -> Rotary:
+    """The RoPE of Llama's or Qwen3's layers of this configuration."""
+    return Rotary(LlamaRotaryEmbedding(config), config)  # type: ignore[arg-type]
+
+
+def layer_kind(
+    config: PretrainedConfig, layer: HeadLayer | DraftLayer = "target", shape: LayerShape | None = None
+) -> LayerKind:
     """Look up the layer classes of ``config``'s family; ``layer``: or those of Llama or Qwen3, of the same widths.
+
+    ``shape``: where Llama's or Qwen3's differ from that.
 
     A mixture of experts gets Mistral's dense layer of the same widths: the EAGLE paper's head for Mixtral has 0.28B
     parameters (Table 2), which is one dense layer; eight experts would be 1.4B.
@@ -88,15 +94,22 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer | DraftLayer = "target
     Raises:
         ValueError: no head can be built of the family's layers, or trained on its embedding and LM head.
     """
-    if layer == "llama":
-        llama = llama_config(config)
+    if layer != "target":
+        drafts: Any = llama_config(config)
+        if layer == "qwen3":
+            drafts = Qwen3Config(**{**drafts.to_dict(), "model_type": "qwen3"})
+            drafts._attn_implementation = "sdpa"
+        for name, value in shape.model_dump(exclude_none=True).items() if shape is not None else ():
+            setattr(drafts, name, value)
+        llama = layer == "llama"
         return LayerKind(
-            llama, LlamaDecoderLayer, LlamaAttention, LlamaRotaryEmbedding, LlamaRMSNorm, llama.rms_norm_eps
+            config=drafts,
+            decoder_layer=LlamaDecoderLayer if llama else Qwen3DecoderLayer,
+            attention=LlamaAttention if llama else Qwen3Attention,
+            rotary=LlamaRotaryEmbedding,
+            norm=LlamaRMSNorm,
+            eps=drafts.rms_norm_eps,
         )
-    if layer == "qwen3":
-        qwen: Any = Qwen3Config(**{**llama_config(config).to_dict(), "model_type": "qwen3"})
-        qwen._attn_implementation = "sdpa"
-        return LayerKind(qwen, Qwen3DecoderLayer, Qwen3Attention, LlamaRotaryEmbedding, LlamaRMSNorm, qwen.rms_norm_eps)
     own = copy.deepcopy(config)
     own.num_hidden_layers = 1
     own._attn_implementation = "sdpa"

@@ -17,8 +17,10 @@ from drafters.common.machine import environment
 from drafters.common.provenance import load_average
 from drafters.common.threads import set_threads
 from drafters.hub.checkpoint import drafter_type
+from drafters.learned import LearnedDrafter
 from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
+from drafters.methods.dflash import DFlashDrafter
 from drafters.methods.eagle import EagleDrafter
 from eval.configs import ParityConfig
 from eval.entries import EngineEntry
@@ -32,6 +34,7 @@ from eval.figures.readings import (
     most_accepted,
     reading,
 )
+from eval.measure.block_mistakes import BLOCK_MISTAKES
 from eval.measure.engines import Engines
 from eval.measure.identity import conditions
 from eval.measure.mistakes import MISTAKES
@@ -46,12 +49,21 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     """Return what ``parity.json`` holds.
 
     Raises:
-        ValueError: no EAGLE head, another target's, or prompts that do not fit.
+        ValueError: no such head, another target's, or prompts that do not fit.
         Failure: the engine is not installed, or ends.
     """
     set_threads(config.threads)
-    if not issubclass(drafter_class(method := drafter_type(config.checkpoint)), EagleDrafter):
-        raise ValueError(f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE or EAGLE-3 head")
+    kind = drafter_class(method := drafter_type(config.checkpoint))
+    if not issubclass(kind, (EagleDrafter, DFlashDrafter)):
+        raise ValueError(
+            f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE, EAGLE-3, DFlash or DSpark "
+            "head"
+        )
+    if issubclass(kind, DFlashDrafter) and config.engine != "ours":
+        raise ValueError(
+            f"engine is {config.engine}, and it has no worker for heads of the method {method!r}; give --engine ours, "
+            "which says which reading of the checkpoint accepts most"
+        )
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
     drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
@@ -68,7 +80,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
 
 
-def prompts_of(config: ParityConfig, drafter: EagleDrafter) -> list[list[int]]:
+def prompts_of(config: ParityConfig, drafter: LearnedDrafter) -> list[list[int]]:
     """Return the configured prompts, or beginnings that the target samples."""
     if config.prompts is None:
         if (needed := config.begun_tokens + config.max_new_tokens) > drafter.max_context:
@@ -85,7 +97,7 @@ def prompts_of(config: ParityConfig, drafter: EagleDrafter) -> list[list[int]]:
     return [prompt.ids for prompt in found.measured]
 
 
-def decoded(drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfig, name: str) -> list[Outcome]:
+def decoded(drafter: LearnedDrafter, prompts: list[list[int]], config: ParityConfig, name: str) -> list[Outcome]:
     """Decode the prompts in our loop, in batches."""
     found = []
     with Bar(total=len(prompts), unit=" prompts", desc=name, leave=False) as bar:
@@ -106,7 +118,7 @@ def decoded(drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfi
 
 
 def served(
-    drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfig, console: Console
+    drafter: LearnedDrafter, prompts: list[list[int]], config: ParityConfig, console: Console
 ) -> tuple[list[Outcome], dict[str, Any]]:
     """Decode the prompts in the engine, one at a time; returns its facts, too."""
     given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": config.depth}
@@ -132,16 +144,16 @@ def served(
 
 
 def mistaken(
-    drafter: EagleDrafter, prompts: list[list[int]], config: ParityConfig
+    drafter: LearnedDrafter, prompts: list[list[int]], config: ParityConfig
 ) -> Iterator[tuple[str, str, list[Outcome]]]:
     """Yield (name, what to check, outcomes) of every mistake that changes this head."""
-    for mistake in MISTAKES:
+    for mistake in BLOCK_MISTAKES if isinstance(drafter, DFlashDrafter) else MISTAKES:
         if (wrong := mistake.plant(drafter)) is not None:
             yield mistake.name, mistake.check, decoded(wrong, prompts, config, mistake.name)
 
 
 def compared(
-    drafter: EagleDrafter, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
+    drafter: LearnedDrafter, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
 ) -> dict[str, Any]:
     """Return the verdict on an engine; mistakes are tried only where its acceptance is not ours."""
     readings = [reading(AS_LOADED, "", ours, theirs, config.depth)]
@@ -161,7 +173,7 @@ def compared(
 
 
 def ranked(
-    drafter: EagleDrafter, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig
+    drafter: LearnedDrafter, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig
 ) -> dict[str, Any]:
     """Return which readings of the checkpoint accept most; that as loaded should be among them."""
     every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]

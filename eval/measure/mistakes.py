@@ -8,13 +8,15 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from drafters.config import SHIFTED
+from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
+from drafters.methods.dflash import DFlashDrafter
 from drafters.methods.eagle import EagleDrafter
 from drafters.methods.eagle3 import Eagle3Drafter
 from drafters.model.draft_head import D2T, DraftHead
@@ -23,6 +25,8 @@ from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Part, Rotary
 from drafters.model.target import FeatureOutput
 
+DrafterT = TypeVar("DrafterT", bound=LearnedDrafter)
+READS_STATES = (Eagle3Drafter, DFlashDrafter)  # of several of the target's layers
 PLAIN_THETA = 10_000.0  # rope_theta of a config that does not state it
 
 
@@ -38,7 +42,7 @@ class Mistake:
 
     name: str
     check: str
-    plant: Callable[[EagleDrafter], EagleDrafter | None]
+    plant: Callable[[Any], Any]
 
 
 class _Wrong(EagleDrafter):
@@ -58,28 +62,27 @@ class _Wrong(EagleDrafter):
         return predicted
 
 
-def _remade(
-    drafter: EagleDrafter, head: nn.Module | None = None, mixin: type[EagleDrafter] | None = None, **options: Any
-) -> EagleDrafter:
+def remade(drafter: DrafterT, head: nn.Module | None = None, mixin: type | None = None, **options: Any) -> DrafterT:
     """A drafter of the same kind with another head, with the methods of ``mixin``, or with other options."""
-    kind = type(drafter) if mixin is None else type(mixin.__name__, (mixin, type(drafter)), {})
+    kind: Any = type(drafter) if mixin is None else type(mixin.__name__, (mixin, type(drafter)), {})
     head = copy.deepcopy(drafter.module) if head is None else head
-    return kind(drafter.target, head, drafter.settings.model_copy(update=options))
+    made: DrafterT = kind(drafter.target, head, drafter.settings.model_copy(update=options))
+    return made
 
 
-def move_taps(drafter: EagleDrafter, by: int) -> EagleDrafter | None:
+def move_taps(drafter: EagleDrafter | DFlashDrafter, by: int) -> EagleDrafter | DFlashDrafter | None:
     """Read every state ``by`` layers further up."""
     taps = [tap + by for tap in drafter.taps]
-    if not isinstance(drafter, Eagle3Drafter) or min(taps) < 0 or max(taps) > drafter.target.num_layers:
+    if not isinstance(drafter, READS_STATES) or min(taps) < 0 or max(taps) > drafter.target.num_layers:
         return None
-    return _remade(drafter, taps=taps)
+    return remade(drafter, taps=taps)
 
 
-def reverse_taps(drafter: EagleDrafter) -> EagleDrafter | None:
+def reverse_taps(drafter: EagleDrafter | DFlashDrafter) -> EagleDrafter | DFlashDrafter | None:
     """Concatenate the states from the last to the first."""
-    if not isinstance(drafter, Eagle3Drafter) or len(drafter.taps) < 2:
+    if not isinstance(drafter, READS_STATES) or len(drafter.taps) < 2:
         return None
-    return _remade(drafter, taps=list(reversed(drafter.taps)))
+    return remade(drafter, taps=list(reversed(drafter.taps)))
 
 
 def flip_feedback(drafter: EagleDrafter) -> EagleDrafter | None:
@@ -88,7 +91,7 @@ def flip_feedback(drafter: EagleDrafter) -> EagleDrafter | None:
         return None
     head: Any = copy.deepcopy(drafter.module)
     head.norm_output = not head.norm_output
-    return _remade(drafter, head, norm_output=head.norm_output)
+    return remade(drafter, head, norm_output=head.norm_output)
 
 
 def flip_residual(drafter: EagleDrafter) -> EagleDrafter | None:
@@ -97,7 +100,7 @@ def flip_residual(drafter: EagleDrafter) -> EagleDrafter | None:
         return None
     head: Any = copy.deepcopy(drafter.module)
     head.layers[0].norm_before_residual = not head.layers[0].norm_before_residual
-    return _remade(drafter, head)
+    return remade(drafter, head)
 
 
 def leave_out_norm(drafter: EagleDrafter, name: str) -> EagleDrafter | None:
@@ -114,7 +117,7 @@ def leave_out_norm(drafter: EagleDrafter, name: str) -> EagleDrafter | None:
         setattr(owner, last, nn.ModuleList(nn.Identity() for _ in norm))
     else:
         setattr(owner, last, nn.Identity())
-    return _remade(drafter, head)
+    return remade(drafter, head)
 
 
 def swap_inputs(drafter: EagleDrafter) -> EagleDrafter | None:
@@ -130,7 +133,7 @@ def swap_inputs(drafter: EagleDrafter) -> EagleDrafter | None:
     for linear in readers:
         embedding, feature = linear.weight.data.chunk(2, dim=1)
         linear.weight.data = torch.cat([feature, embedding], dim=1)
-    return _remade(drafter, head)
+    return remade(drafter, head)
 
 
 def leave_out_bias(drafter: EagleDrafter) -> EagleDrafter | None:
@@ -139,16 +142,16 @@ def leave_out_bias(drafter: EagleDrafter) -> EagleDrafter | None:
     if getattr(getattr(head, "fc", None), "bias", None) is None:
         return None
     head.fc.bias.data.zero_()
-    return _remade(drafter, head)
+    return remade(drafter, head)
 
 
-def ignore_d2t(drafter: EagleDrafter) -> EagleDrafter | None:
+def ignore_d2t(drafter: DrafterT) -> DrafterT | None:
     """Take draft ids for the target's ids."""
     head: Any = copy.deepcopy(drafter.module)
     if getattr(head, D2T, None) is None or not head.d2t.any():
         return None
     head.d2t.zero_()
-    return _remade(drafter, head)
+    return remade(drafter, head)
 
 
 class _OffsetsAsIds(_Wrong):
@@ -162,7 +165,7 @@ def take_offsets_for_ids(drafter: EagleDrafter) -> EagleDrafter | None:
     offsets = getattr(drafter.module, D2T, None)
     if offsets is None or int(offsets.min()) < 0:
         return None
-    return _remade(drafter, mixin=_OffsetsAsIds)
+    return remade(drafter, mixin=_OffsetsAsIds)
 
 
 class _Positions(_Wrong):
@@ -202,7 +205,7 @@ class _OwnTokens(_Wrong):
 
 def read_own_tokens(drafter: EagleDrafter) -> EagleDrafter | None:
     """Read the embedding of token i beside feature i, not that of token i + 1."""
-    return _remade(drafter, mixin=_OwnTokens) if drafter.inputs == SHIFTED else None
+    return remade(drafter, mixin=_OwnTokens) if drafter.inputs == SHIFTED else None
 
 
 def move_positions(drafter: EagleDrafter, mixin: type[_Positions]) -> EagleDrafter | None:
@@ -210,7 +213,7 @@ def move_positions(drafter: EagleDrafter, mixin: type[_Positions]) -> EagleDraft
 
     Moving the prompt's positions too would change nothing: RoPE turns by differences of positions.
     """
-    return _remade(drafter, mixin=mixin)
+    return remade(drafter, mixin=mixin)
 
 
 def _rotary_of(drafter: EagleDrafter) -> tuple[Any, Any]:
@@ -245,7 +248,7 @@ def turn_otherwise(drafter: EagleDrafter, mixin: type[_Turned]) -> EagleDrafter 
     parameters = getattr(_rotary_of(drafter)[1], "rope_parameters", None) or {}
     if "rope_theta" not in parameters or mixin.turned(parameters) == parameters:  # some have one for each kind of layer
         return None
-    return _remade(drafter, mixin=mixin)
+    return remade(drafter, mixin=mixin)
 
 
 class _BeforeNorm(_Wrong):
@@ -259,7 +262,7 @@ class _BeforeNorm(_Wrong):
 
 def read_before_norm(drafter: EagleDrafter) -> EagleDrafter | None:
     """Give an EAGLE-1 head the target's last state before the final norm, not after it."""
-    return None if isinstance(drafter, Eagle3Drafter) else _remade(drafter, mixin=_BeforeNorm)
+    return None if isinstance(drafter, Eagle3Drafter) else remade(drafter, mixin=_BeforeNorm)
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids: EAGLE-3's id i is the input of layer i, hidden_states[i]"

@@ -1,0 +1,323 @@
+"""DFlash and DSpark heads in the forms of their trainers and engines: what their config.json and tensors mean.
+
+The forms have the same tensors. They differ in the places of keys, in the numbers of the target's states, and in what
+an absent ``sample_from_anchor`` means. With the wrong layout almost no draft is accepted and no program reports it, so
+a folder is refused where neither a key nor the definition of its form tells the layout (z-lab's code of August 2026,
+DeepSpec, SpecForge 0.3.0, speculators 0.9.0, vLLM 0.32, SGLang 0.5.23, llama.cpp of September 2026):
+
+==============================  ========================  ================================================
+form                            states                    without ``sample_from_anchor``
+==============================  ========================  ================================================
+``DFlashDraftModel``            outputs of layers         fill-in: z-lab, SpecForge, vLLM, SGLang, llama.cpp
+``Qwen3DSparkModel``            outputs of layers         anchor-first: DeepSpec, vLLM, SGLang, llama.cpp
+``DSparkDraftModel``            outputs of layers         refused: SpecForge trains anchor-first, decodes fill-in
+speculators, ``dflash``         inputs of layers          fill-in: speculators, vLLM
+speculators, ``dspark``         inputs of layers          refused: speculators anchor-first, vLLM fill-in
+==============================  ========================  ================================================
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from drafters.common.states import dflash_taps, from_inputs, from_outputs, to_outputs
+from drafters.common.wording import shortened
+from drafters.layouts import state_heads
+from drafters.layouts.config import CONFIG_FILE, made_from, size
+from drafters.layouts.released import block_method
+from drafters.layouts.state_heads import (
+    T2D,
+    Reading,
+    architecture_of,
+    check_list,
+    check_sizes,
+    check_states,
+    nested_layer,
+    own_rows,
+    shape_of,
+    states_of_fc,
+    too_short,
+)
+from drafters.methods.dflash import BlockOptions
+from drafters.methods.dspark import DSparkOptions, MarkovKind
+from drafters.model.draft_head import D2T
+from drafters.model.layers import layer_kind
+
+METHODS: dict[str, type[BlockOptions]] = {"dflash": BlockOptions, "dspark": DSparkOptions}
+NOUNS = {"dflash": "a DFlash head", "dspark": "a DSpark head"}
+FILL_IN, ANCHOR_FIRST = "fill-in", "anchor-first"
+ANCHOR = "sample_from_anchor"  # true: anchor-first
+# Architectures by who gives them.
+ZLAB, DEEPSPEC, SPECFORGE = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
+SPECULATORS = "speculators_model_type"
+IDS, AUX_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"  # outputs and inputs of layers
+MASK_EMBEDDING = "mask_embedding.pt"  # vLLM reads a mask token's own embedding from it
+_DEFINED = {ZLAB: FILL_IN, DEEPSPEC: ANCHOR_FIRST}  # by architecture; the others have two readings
+_GROUPS = ("dflash_config", "dspark_config")  # of keys that other forms have at the top
+_SETTLE = f'add "{ANCHOR}": true (anchor-first) or false (fill-in) to {CONFIG_FILE}, or give --layout'
+# Keys of heads that compute something else, the values that change nothing, and whose they are.
+_VARIANTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "projector_type": (("dflash", "dspark"), "a head with another projector, as Domino's"),
+    "conv_kernel_size": ((0,), "a DFlash2 head, which has convolutions"),
+    "selector_rank": ((0,), "a DFlash2 head, which has a selector of candidates"),
+    "gru_hidden_dim": ((), "a Domino head"),
+    "attention_sink_bias": ((False,), "a head with attention sinks"),
+    "attention_value_scale": ((1.0,), "a head whose values are scaled"),
+    "output_multiplier": ((1.0,), "a head whose logits are scaled"),
+    "final_logit_softcapping": ((0.0,), "a head whose logits are capped"),
+    "input_embedding_scale": ((1.0,), "a head whose embeddings are scaled"),
+    "is_neox_style": ((True,), "a head with interleaved RoPE"),
+    "rope_is_neox_style": ((True,), "a head with interleaved RoPE"),
+    "partial_rotary_factor": ((1.0,), "a head whose RoPE turns a part of each head"),
+    "use_aux_hidden_state": ((True,), "a head without fc"),
+    "use_swa": ((False,), "a head with sliding windows"),
+    "dspark_block_size": ((), "a head inside DeepSeek-V4's checkpoint"),
+}
+
+
+def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of ``BlockBackbone`` and ``DSparkHead``, without the copies of the target's; raises as
+    ``state_heads.renamed``."""
+    return state_heads.renamed(weights, {})
+
+
+def own_weights(weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that the module has with these ``options``: without t2d; d2t of a whole vocabulary is zeros."""
+    kept = {name: value for name, value in weights.items() if name not in (T2D, D2T)}
+    if (rows := options.get("draft_vocab_size")) is not None:
+        kept[D2T] = weights[D2T].long() if D2T in weights else torch.zeros(rows, dtype=torch.int64)
+    return kept
+
+
+def check_folder(folder: Path, source: str) -> None:
+    """Raise ValueError for a file beside the weights that changes what the head reads."""
+    if (folder / MASK_EMBEDDING).is_file():
+        raise ValueError(
+            f"{source} has {MASK_EMBEDDING}, an embedding of the mask token beside the target's, and a head here reads "
+            "the target's; heads with one are not supported"
+        )
+
+
+def read(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: PretrainedConfig,
+    source: str,
+    layout: str | None = None,
+) -> Reading:
+    """Read what a head is from its ``config.json`` and its ``weights`` (``renamed``).
+
+    Args:
+        target: configuration of the model that it was trained for.
+        layout: what the user says, where the folder does not.
+
+    Raises:
+        ValueError: another variant, keys that contradict each other, the tensors or the target, or two readings.
+    """
+    method = block_method(weights) or "dflash"
+    flat = flattened(config, method, source)
+    _refuse_variants(config, flat, method, source)
+    check_sizes(flat, weights, target, source)
+    if (layers := flat.get("num_target_layers")) not in (None, target.num_hidden_layers):
+        raise ValueError(
+            f"{source}: num_target_layers is {shortened(layers)}, and the target has {target.num_hidden_layers} "
+            "layers; give the model that it was trained for: --target MODEL"
+        )
+    count = states_of_fc(weights, flat["hidden_size"], source, NOUNS[method])
+    options: dict[str, Any] = {
+        "layout": _layout(config, flat, method, source, layout),
+        "block_size": _number(flat, "block_size", 2, source),
+        "mask_token_id": _mask(flat, target.vocab_size, source),
+        "taps": _taps(config, flat, count, target.num_hidden_layers, source),
+        "layer": "qwen3" if "layers.0.self_attn.q_norm.weight" in weights else "llama",
+        "layers": size(flat, "num_hidden_layers"),
+        "causal": _causal(config, flat, source),
+        "draft_vocab_size": own_rows(flat, weights, target.vocab_size, source),
+    }
+    if method == "dspark":
+        options |= _markov(flat, weights, source)
+    elif flat.get("markov_rank"):
+        raise ValueError(
+            f"{source}: markov_rank is {shortened(flat['markov_rank'])}, and there is no markov_head.markov_w1.weight; "
+            "the file is incomplete, or markov_rank must be 0"
+        )
+    options["shape"] = shape_of(flat, layer_kind(target, options["layer"]).config, source)
+    found = METHODS[method](**options).model_dump(exclude_defaults=True, exclude_none=True)
+    return Reading(found, too_short(flat, target))
+
+
+def flattened(config: Mapping[str, Any], method: str, source: str) -> dict[str, Any]:
+    """``config.json`` with the keys of its groups and of speculators' layer at the top.
+
+    Raises:
+        ValueError: a key has two values, or the form is another method's.
+    """
+    found, kind = dict(config), config.get(SPECULATORS)
+    if kind is not None:
+        if kind != method:
+            raise ValueError(
+                f"{source}: {SPECULATORS} is {shortened(kind)}, and its tensors are those of {NOUNS[method]}; "
+                f"supported: {', '.join(METHODS)}"
+            )
+        found = nested_layer(config, source) | {
+            key: value for key, value in config.items() if key not in ("architectures", "model_type")
+        }
+    for group in _GROUPS:
+        for key, value in (config.get(group) or {}).items():
+            if found.get(key) not in (None, value):
+                raise ValueError(
+                    f"{source}: {key} is {shortened(value)} in {group} and {shortened(found[key])} beside it; correct "
+                    "one of them"
+                )
+            found[key] = value
+    return found
+
+
+def _refuse_variants(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str) -> None:
+    """Raise ValueError for a head that computes something else, or that its engines would read as another method."""
+    architecture = architecture_of(config)
+    if config.get(SPECULATORS) is None and architecture not in (ZLAB, DEEPSPEC, SPECFORGE):
+        raise ValueError(
+            f"{source}: architectures is {architecture or 'not given'}, and a DFlash or DSpark head here is "
+            f"{ZLAB} (z-lab, SpecForge), {DEEPSPEC} (DeepSpec) or {SPECFORGE} (SpecForge)"
+        )
+    for key, (harmless, whose) in _VARIANTS.items():
+        if flat.get(key) is not None and flat[key] not in harmless:
+            raise ValueError(f"{source}: {key} is {shortened(flat[key])}: it is {whose}, which is not supported")
+    windows = "sliding_attention" in (flat.get("layer_types") or ())
+    if windows or (flat.get("use_sliding_window") and "layer_types" not in flat):
+        raise ValueError(
+            f"{source} was trained with sliding windows of {shortened(flat.get('sliding_window'))} tokens, and the "
+            "layers of a head here attend to all tokens before; such heads are not supported"
+        )
+    if architecture == ZLAB and config.get(SPECULATORS) is None and method == "dspark":
+        raise ValueError(
+            f"{source}: architectures is {ZLAB}, whose readers drop the Markov head among its tensors; set it to "
+            f"{DEEPSPEC} or {SPECFORGE}, as it was trained"
+        )
+
+
+def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str, given: str | None) -> str:
+    """The layout by the keys that state it, else by the definition of the form, else as ``given``."""
+    stated = {"made_from: layout": made_from(config).get("layout"), "layout": flat.get("layout")}
+    for key, anchor_first in ((ANCHOR, True), ("dspark_bonus_anchor", False)):
+        if (value := flat.get(key)) is not None:
+            if type(value) is not bool:
+                raise ValueError(f"{source}: {key} must be true or false, found {shortened(value)}")
+            stated[key] = ANCHOR_FIRST if value is anchor_first else FILL_IN
+    if config.get(SPECULATORS) is not None:
+        defined = FILL_IN if method == "dflash" else None
+    else:
+        defined = _DEFINED.get(architecture_of(config))
+    known = {key: value for key, value in stated.items() if value is not None}
+    if not known and defined is not None:
+        known = {f"{architecture_of(config)} by definition": defined}
+    if not known and given is None:
+        raise ValueError(
+            f"{source} does not say its layout: {ANCHOR} is absent, and programs that load this form take it for "
+            f"true or for false; {_SETTLE}. python -m eval.parity --engine ours says which layout accepts more"
+        )
+    if given is not None:
+        known |= {"--layout": given}
+    if wrong := [value for value in known.values() if value not in (FILL_IN, ANCHOR_FIRST)]:
+        raise ValueError(f"{source}: layout is {shortened(wrong[0])}, and must be {FILL_IN} or {ANCHOR_FIRST}")
+    if len({*known.values()}) > 1:
+        told = ", ".join(f"{value} ({key})" for key, value in known.items())
+        raise ValueError(f"{source} has two layouts: {told}; correct {CONFIG_FILE} or leave one of them out")
+    return next(iter(known.values()))
+
+
+def _taps(config: Mapping[str, Any], flat: Mapping[str, Any], count: int, layers: int, source: str) -> list[int]:
+    """Numbers of the hidden states that it reads; 2 is the output of the second layer."""
+    ids, inputs, made = flat.get(IDS), flat.get(AUX_IDS), made_from(config).get("taps")
+    if config.get(SPECULATORS) is None and inputs is None:
+        inputs = flat.get("eagle_aux_hidden_state_layer_ids")  # vLLM's, beside the other numbers
+    for key, value in ((IDS, ids), (AUX_IDS, inputs), ("made_from: taps", made)):
+        check_list(value, count, key, source)
+    found = {
+        IDS: None if ids is None else from_outputs(ids),
+        AUX_IDS: None if inputs is None else from_inputs(inputs),
+        "made_from": made,
+    }
+    known = {key: value for key, value in found.items() if value is not None}
+    if not known:
+        usual = to_outputs(dflash_taps(layers, count))
+        raise ValueError(
+            f"{source} does not say which {count} hidden states of the target it reads; add "
+            f'"{IDS}": [...] to {CONFIG_FILE}, the layers whose outputs they are; {usual} are the usual ones'
+        )
+    taps: list[int] = next(iter(known.values()))
+    if other := [key for key, value in known.items() if value != taps]:
+        raise ValueError(
+            f"{source}: {next(iter(known))} means the hidden states {taps}, and {other[0]} {known[other[0]]}; "
+            f"{IDS} numbers outputs of layers (hidden states - 1), {AUX_IDS} inputs (hidden states)"
+        )
+    check_states(taps, layers, source)
+    return taps
+
+
+def _number(flat: Mapping[str, Any], key: str, least: int, source: str) -> int:
+    value = flat.get(key)
+    if type(value) is not int or value < least:
+        raise ValueError(
+            f"{source}: {key} must be a whole number of at least {least}, found {shortened(value)}; add it to "
+            f"{CONFIG_FILE} as it was trained"
+        )
+    return value
+
+
+def _mask(flat: Mapping[str, Any], vocab_size: int, source: str) -> int:
+    if (value := _number(flat, "mask_token_id", 0, source)) >= vocab_size:
+        raise ValueError(
+            f"{source}: mask_token_id is {value:,}, and the target's vocabulary has {vocab_size:,} tokens; give the id "
+            "that the head was trained with"
+        )
+    return value
+
+
+def _causal(config: Mapping[str, Any], flat: Mapping[str, Any], source: str) -> bool:
+    """True if the rows of a block attend only to those before; speculators' layers without windows never do."""
+    if config.get(SPECULATORS) is not None:
+        return False
+    stated = {key: flat[key] for key in ("is_causal", "causal") if flat.get(key) is not None}
+    if any(type(value) is not bool for value in stated.values()) or len({*stated.values()}) > 1:
+        raise ValueError(f"{source}: {shortened(stated)} must be true or false, and alike")
+    return any(stated.values())
+
+
+def _markov(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
+    """Options of DSpark's two heads, which must agree with the tensors."""
+    first = weights.get("markov_head.markov_w1.weight")
+    if first is None or first.dim() != 2:
+        raise ValueError(
+            f"{source} has a confidence head and no Markov head (markov_head.markov_w1.weight), which it reads here"
+        )
+    rank = first.shape[1]
+    if (said := flat.get("markov_rank")) not in (None, rank):
+        raise ValueError(f"{source}: markov_rank is {shortened(said)}, and markov_w1.weight has {rank} columns")
+    gates = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
+    kind = next((name for name, tensor in gates.items() if tensor in weights), "vanilla")
+    if (said := flat.get("markov_head_type")) not in (None, kind):
+        known = ", ".join(get_args(MarkovKind))
+        raise ValueError(
+            f"{source}: markov_head_type is {shortened(said)}, and its tensors are those of {kind}; known: {known}"
+        )
+    estimates, said = weights.get("confidence_head.proj.weight"), flat.get("enable_confidence_head")
+    if said is not None and bool(said) != (estimates is not None):
+        held = "holds no" if estimates is None else "holds a"
+        raise ValueError(
+            f"{source} {held} confidence_head.proj.weight, and enable_confidence_head is {shortened(said)}; set it to "
+            f"{str(estimates is not None).lower()}, or complete the file"
+        )
+    if estimates is not None and (
+        flat.get("confidence_head_with_markov") is False or estimates.shape[1] == flat["hidden_size"]
+    ):
+        raise ValueError(
+            f"{source}: its confidence head does not read the token before (confidence_head_with_markov: false), and "
+            "that of a head here does; such heads are not supported"
+        )
+    return {"markov_head": kind, "markov_rank": rank, "confidence_head": estimates is not None}

@@ -1,0 +1,323 @@
+"""What the forms of heads that read the target's states have in common: EAGLE-3, DFlash and DSpark.
+
+Such a head has one or more Llama or Qwen3 layers of the target's width, ``fc`` over the target's states, and the
+target's LM head or its own over a draft vocabulary (``d2t``, ``t2d``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from drafters.common.states import state_name
+from drafters.common.wording import dtype_name, shortened
+from drafters.hub.declared import READERS
+from drafters.layouts.config import CONFIG_FILE, made_from, older_keys, rope, size
+from drafters.layouts.released import DSPARK_HEADS, EMBEDDING, another_target, rope_problems, weights_text
+from drafters.model.draft_head import D2T, draft_ids
+from drafters.model.layers import ROPES
+
+T2D = "t2d"  # bool [V]: which of the target's tokens are draft tokens
+LM_HEAD = "lm_head.weight"
+ADD_TAPS = f'add "made_from": {{"taps": [...]}} to {CONFIG_FILE}, with the numbers of the hidden states'
+SPECULATORS_VERSION = "0.9.0"  # whose form is written
+_LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators': the target's, not read again
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+_LAYER = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
+_LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id eos_token_id pad_token_id"
+
+
+class Reading(NamedTuple):
+    """What a head's config.json and tensors say: its options, and notes for the user."""
+
+    options: dict[str, Any]
+    notes: list[str]
+
+
+def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors under our names, without the copies of the target's; ``names``: parts of names, and ours for them.
+
+    Raises:
+        ValueError: two tensors of one name.
+    """
+    found: dict[str, Tensor] = {}
+    for given, value in weights.items():
+        name = given.removeprefix("model.")
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if name in found:
+            raise ValueError(f"two tensors of the file are {name} (one is called {given}); remove one of them")
+        if name not in _LEFT_OUT:
+            found[name] = value
+    return found
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first of ``architectures``; empty if there is none."""
+    found = config.get("architectures")
+    return str(found[0]) if isinstance(found, list) and found else ""
+
+
+def nested_layer(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The layer's keys in a ``config.json`` of speculators, which writes only what differs from the defaults of the
+    family's configuration.
+
+    Raises:
+        ValueError: there is no ``transformer_layer_config``.
+    """
+    nested = config.get("transformer_layer_config")
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"{source}: {CONFIG_FILE} has no transformer_layer_config, which describes the layer")
+    family: Any = Qwen3Config if nested.get("model_type", "qwen3") == "qwen3" else LlamaConfig
+    known = ("hidden_size", "vocab_size", "hidden_act", "max_position_embeddings", "num_hidden_layers", *_SIZES)
+    filled = family(**{key: nested[key] for key in known if nested.get(key) is not None})
+    return {"model_type": family.model_type} | {key: getattr(filled, key) for key in known} | dict(nested)
+
+
+def check_sizes(flat: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str) -> None:
+    """Raise ValueError for sizes of another target, and for what the heads here have not."""
+    for key in ("hidden_size", "vocab_size"):
+        if size(flat, key) != getattr(target, key):
+            raise ValueError(
+                f"{source}: {key} is {flat[key]:,} in {CONFIG_FILE}, and {getattr(target, key):,} in the target; give "
+                "the model that it was trained for: --target MODEL"
+            )
+    if (width := flat.get("target_hidden_size")) not in (None, flat["hidden_size"]):
+        raise ValueError(
+            f"{source}: target_hidden_size is {shortened(width)}, and hidden_size {flat['hidden_size']}; a head of "
+            "another width than its target has an embedding of its own, and cannot be read here"
+        )
+    named = [name for name in weights if name.endswith(".bias") and not name.startswith(DSPARK_HEADS)]
+    biases = [name for name in named if weights[name].any()]
+    if biases or any(flat.get(key) for key in ("attention_bias", "mlp_bias", "bias")):
+        raise ValueError(f"{source} has biases ({', '.join(biases) or 'by its config.json'}), and a head here has none")
+    if (activation := flat.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"{source}: hidden_act is {shortened(activation)}, and a head here has 'silu'")
+    if (scale := flat.get("logit_scale", 1.0)) != 1.0:
+        raise ValueError(f"{source}: logit_scale is {shortened(scale)}, and a head here has none")
+
+
+def states_of_fc(weights: Mapping[str, Tensor], wide: int, source: str, noun: str) -> int:
+    """The number of the target's states that ``fc`` takes.
+
+    Raises:
+        ValueError: no such matrix.
+    """
+    if (fc := weights.get("fc.weight")) is None or fc.dim() != 2:
+        raise ValueError(f"{source} holds no matrix fc.weight, which {noun} has")
+    count, rest = divmod(fc.shape[1], wide)
+    if rest or not count:
+        raise ValueError(f"{source}: fc.weight is {list(fc.shape)}, and its inputs must be a multiple of {wide}")
+    return count
+
+
+def check_list(value: Any, count: int, key: str, source: str) -> None:
+    """Raise ValueError unless ``value`` is None, or the numbers of as many states as ``fc`` takes."""
+    if value is None:
+        return
+    if not (isinstance(value, list) and all(type(number) is int for number in value)):
+        raise ValueError(f"{source}: {key} must be a list of whole numbers, found {shortened(value)}")
+    if len(value) != count:
+        raise ValueError(
+            f"{source}: {key} names {len(value)} states, {value}, and fc.weight takes {count} of the target's width"
+        )
+
+
+def check_states(taps: Sequence[int], layers: int, source: str) -> None:
+    """Raise ValueError unless a target of this number of layers has the states."""
+    if min(taps) < 0 or max(taps) > layers:
+        raise ValueError(
+            f"{source} reads the hidden states {list(taps)}, and the target has 0 (embeddings) to {layers}"
+        )
+
+
+def own_rows(flat: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size: int, source: str) -> int | None:
+    """Rows of the head's own LM head; None if it drafts with the target's.
+
+    Raises:
+        ValueError: d2t, t2d, the LM head's rows and ``draft_vocab_size`` do not agree.
+    """
+    head, offsets, chosen = (weights.get(name) for name in (LM_HEAD, D2T, T2D))
+    said = flat.get("draft_vocab_size")
+    if head is None:
+        if offsets is not None or said not in (None, vocab_size):
+            raise ValueError(f"{source} has a draft vocabulary ({D2T}, {said}), and no {LM_HEAD}: it is incomplete")
+        return None
+    rows = len(head)
+    if said not in (None, rows):
+        raise ValueError(f"{source}: draft_vocab_size is {shortened(said)}, and {LM_HEAD} has {rows:,} rows")
+    if offsets is None:
+        if rows != vocab_size:
+            raise ValueError(
+                f"{source}: {LM_HEAD} has {rows:,} rows for {vocab_size:,} tokens, and there is no {D2T}, which "
+                "says for which tokens; the file is incomplete"
+            )
+        return rows
+    if offsets.dtype not in (torch.int64, torch.int32) or list(offsets.shape) != [rows]:
+        kind = str(offsets.dtype).removeprefix("torch.")
+        raise ValueError(f"{source}: {D2T} is {list(offsets.shape)} of {kind}, and must be [{rows}] of int64")
+    try:
+        ids = draft_ids(offsets.long(), vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    if chosen is not None:
+        expected = torch.zeros(vocab_size, dtype=torch.bool)
+        expected[ids] = True
+        if chosen.shape != expected.shape or not torch.equal(chosen.bool(), expected):
+            raise ValueError(
+                f"{source}: {T2D} {list(chosen.shape)} marks {int(chosen.sum()):,} tokens, which are not the {rows:,} "
+                f"of {D2T}: they are of different trainings"
+            )
+    return rows
+
+
+def shape_of(flat: Mapping[str, Any], ours: Any, source: str) -> dict[str, Any]:
+    """Where the layers differ from those that the target would give, which have the configuration ``ours``.
+
+    Raises:
+        ValueError: RoPE of another kind.
+    """
+    heads = size(flat, "num_attention_heads")
+    theirs: dict[str, Any] = {
+        "intermediate_size": size(flat, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": size(flat, "num_key_value_heads", heads),
+        "head_dim": size(flat, "head_dim", flat["hidden_size"] // heads),
+        "rms_norm_eps": float(flat.get("rms_norm_eps", 1e-6)),
+    }
+    found = {key: value for key, value in theirs.items() if value != getattr(ours, key)}
+    turning = rope(flat)
+    if turning["rope_type"] not in ROPES:
+        raise ValueError(f"{source}: its RoPE is of type {turning['rope_type']!r}; a head here has {', '.join(ROPES)}")
+    if turning != rope(ours.to_dict()):
+        found["rope_parameters"] = turning
+    return found
+
+
+def too_short(flat: Mapping[str, Any], target: PretrainedConfig) -> list[str]:
+    """The note that engines would stop drafting at a position before the target's last."""
+    longest = flat.get("max_position_embeddings")
+    if not isinstance(longest, int) or longest >= target.max_position_embeddings:
+        return []
+    return [
+        f"max_position_embeddings is {longest:,} in its {CONFIG_FILE}, and {target.max_position_embeddings:,} in "
+        "the target: engines would stop drafting there; here it drafts as far as the target goes"
+    ]
+
+
+def told_state(tap: int, layers: int) -> str:
+    """The target's hidden state ``tap`` in all numberings; the last one is no ``hidden_states`` of transformers, which
+    norms it."""
+    if tap == layers:
+        return f"output of layer {tap - 1}, before the target's final norm"
+    return f"input of layer {tap} = {state_name(tap)}"
+
+
+def with_draft_vocabulary(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of an export: t2d beside the d2t of a part of the vocabulary, no d2t for all of it."""
+    found = dict(weights)
+    if (offsets := found.pop(D2T, None)) is not None and len(offsets) < vocab_size:
+        chosen = torch.zeros(vocab_size, dtype=torch.bool)
+        chosen[draft_ids(offsets, vocab_size)] = True
+        found |= {D2T: offsets, T2D: chosen}
+    return found
+
+
+def layer_keys(shape: Any, kind: str, layers: int) -> dict[str, Any]:
+    """Keys of ``config.json`` that describe the decoder layers; ``shape``: their configuration."""
+    turning = rope(shape.to_dict())
+    found = {key: getattr(shape, key) for key in _LAYER.split()} | {"model_type": kind}
+    found |= {"num_hidden_layers": layers, "attention_bias": False, "mlp_bias": False}
+    return found | {"tie_word_embeddings": False, "rope_parameters": turning, **older_keys(turning)}
+
+
+def speculators_keys(
+    algorithm: str, architecture: str, tokens: int, layer: Mapping[str, Any], target: PretrainedConfig, name: str
+) -> dict[str, Any]:
+    """Keys of ``config.json`` in the form of speculators; ``tokens``: of a draft. ``name``: of the target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": name, "architectures": list(target.architectures or [])},
+        },
+        "transformer_layer_config": dict(layer),
+    }
+
+
+def problems(
+    config: Mapping[str, Any],
+    flat: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    head: Callable[[], nn.Module],
+    target: PretrainedConfig,
+    positions: int,
+) -> list[str]:
+    """What engines would load without a word, in words: RoPE, positions, and tensors that are not those of ``head``.
+
+    Args:
+        flat: ``config`` with the layer's keys beside the head's. weights: under our names.
+        head: makes the module. positions: what an absent ``max_position_embeddings`` means.
+    """
+    layer = config.get("transformer_layer_config", config)
+    found = rope_problems(layer)
+    if (trained := made_from(config).get("rope")) not in (None, rope(layer)):
+        found.append(f"RoPE is {rope(layer)}, and was {trained} in training")
+    if (longest := flat.get("max_position_embeddings") or positions) < target.max_position_embeddings:
+        found.append(
+            f"max_position_embeddings is {longest:,}, and {target.max_position_embeddings:,} in the target: acceptance "
+            "falls to nothing there"
+        )
+    with torch.device("meta"):
+        wanted = head().state_dict()
+    if missing := sorted(wanted.keys() - weights.keys()):
+        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
+    if unknown := sorted(weights.keys() - {*wanted, EMBEDDING, T2D}):
+        found.append(f"unknown tensors: {', '.join(unknown)}")
+    for name in sorted(wanted.keys() & weights.keys()):
+        if weights[name].shape != wanted[name].shape:
+            found.append(f"{name} is {list(weights[name].shape)}, and {CONFIG_FILE} says {list(wanted[name].shape)}")
+        elif weights[name].is_floating_point() and not torch.isfinite(weights[name]).all():
+            found.append(f"{name} holds NaN or infinite values")
+    dtypes = {dtype_name(value.dtype) for name, value in weights.items() if name not in (D2T, T2D)}
+    said = flat.get("dtype") or flat.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    if not dtypes <= {"float32", "bfloat16", "float16"} or len(dtypes) > 1:
+        found.append(f"the tensors are {', '.join(sorted(dtypes))}; all must be one of float32, bfloat16, float16")
+    elif said is not None and dtype_name(said) not in dtypes:
+        found.append(f"the tensors are {', '.join(dtypes)}, and {CONFIG_FILE} says dtype {said!r}")
+    return found
+
+
+def served_text(
+    folder: Path,
+    noun: str,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    refused: Mapping[str, str | None],
+    to: str | None,
+    target: str,
+) -> str:
+    """What a checked folder is, in words.
+
+    Args:
+        refused: for each program, why it does not serve the head as it was trained. to: the one that must; None: any.
+
+    Raises:
+        ValueError: ``to`` does not, or none does, or the head is for another target.
+    """
+    if found := another_target(config, target):
+        raise ValueError(f"{folder}: {found}")
+    if to is not None and refused[to] is not None:
+        raise ValueError(f"{folder} is not for {READERS[to]}: {refused[to]}")
+    if not (able := [READERS[one] for one, reason in refused.items() if reason is None]):
+        reasons = "; ".join(f"not for {READERS[one]}: {reason}" for one, reason in refused.items())
+        raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
+    return f"{folder} is {noun} for {' and '.join(able)}, {weights_text(weights)}, for {target}"

@@ -1,0 +1,93 @@
+"""Our DFlash and DSpark exports in vLLM's own classes, where that is installed (make engines)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import assert_equal
+from rigged import BLOCK
+from safetensors.torch import load_file, save_file
+from test_block_layouts import FIRST, FORMS, save_head
+from test_eagle3_layouts import save_target
+from test_vllm import PYTHON
+from torch import Tensor
+
+from drafters.hub.checkpoint import load_checkpoint
+from drafters.layouts.export import export
+from drafters.methods import drafter_class
+from drafters.model.draft_head import draft_ids
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
+CONTEXT, ROWS = 9, BLOCK["block_size"]
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    name: FORMS[name]
+    for name in (
+        "z-lab", "vllm dflash", "vllm dflash, all tokens", "sglang dflash", "speculators dflash", "vllm dspark",
+        "vllm dspark, fill in", "speculators dspark, fill in", "llama.cpp dspark",
+    )
+} | {"speculators dspark": ("speculators", "dspark", FIRST | {"draft_vocab_size": 60})}  # fmt: skip
+
+
+def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Path) -> None:
+    """Catches a name that it leaves random, states of the target one layer apart, the other layout, a causal block,
+    another mask, draft ids mapped otherwise, context keys without a norm or RoPE, a Markov head of other tokens."""
+    target, cases = save_target(tmp_path / "target"), []
+    for number, (form, method, options) in enumerate(CASES.values()):
+        # vLLM's norms on a CPU take heads whose width is a multiple of 8.
+        options = options | {"shape": options.get("shape", {}) | {"head_dim": 16}}
+        export(save_head(tmp_path / f"head-{number}", method, target, **options), form, tmp_path / f"out-{number}")
+        count = len(options.get("taps", BLOCK["taps"]))
+        inputs = {"states": torch.randn(CONTEXT, count * target.hidden_size)}
+        inputs |= {"embeddings": torch.randn(ROWS, target.hidden_size)}
+        inputs |= {"previous": torch.randint(target.vocab_size, (ROWS,))}
+        save_file(inputs, tmp_path / f"inputs-{number}.safetensors")
+        paths = {"inputs": tmp_path / f"inputs-{number}.safetensors", "out": tmp_path / f"result-{number}.safetensors"}
+        cases.append({"folder": str(tmp_path / f"out-{number}"), "target": target.name, "method": method}
+                     | {key: str(path) for key, path in paths.items()})  # fmt: skip
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    run = subprocess.run(
+        [PYTHON, Path(__file__).with_name("vllm_block_class.py"), tmp_path / "cases.json"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"states"')]
+    assert len(told) == len(CASES)
+    for number, (name, found) in enumerate(zip(CASES, told, strict=True)):
+        config, weights = load_checkpoint(tmp_path / f"head-{number}")
+        kind: Any = drafter_class(config["drafter_type"])
+        given = kind.options(**config["drafter"])
+        assert (found["states"], found["mask"], found["causal"]) == (given.taps, given.mask_token_id, given.causal), (
+            name
+        )
+        assert found["anchor_first"] is (given.layout == "anchor-first"), name
+        shared = ["model.embed_tokens.weight", *([] if given.draft_vocab_size else ["lm_head.weight"])]
+        assert sorted(name for name in found["left"] if name != "model.mask_embedding") == sorted(shared), name
+        head = kind.build_module(target.config, config["drafter"])
+        head.load_state_dict(weights)
+        inputs, result = (load_file(tmp_path / f"{kind}-{number}.safetensors") for kind in ("inputs", "result"))
+        with torch.no_grad():
+            compare(head, given, weights, inputs, result)
+
+
+def compare(
+    head: Any, given: Any, weights: dict[str, Tensor], inputs: dict[str, Tensor], result: dict[str, Tensor]
+) -> None:
+    """Our module's block pass and heads beside what vLLM's class computed."""
+    see = torch.ones(1, 1, ROWS, CONTEXT + ROWS, dtype=torch.bool)
+    mask = see.tril(CONTEXT) if given.causal else see
+    positions = torch.arange(CONTEXT + ROWS)[None]
+    states = head(inputs["states"][None], inputs["embeddings"][None], positions, mask)[0]
+    assert_equal(result["states"], states)
+    if given.draft_vocab_size is not None:
+        ids = draft_ids(weights["d2t"], result["logits"].shape[1]) if "bias" not in result else None
+        assert_equal(result["logits"] if ids is None else result["logits"][:, ids], head.lm_head(states))
+    if "bias" in result:
+        assert_equal(result["bias"], head.markov_head.markov_w2(head.markov_head.markov_w1(inputs["previous"])))
+        assert ("confidence" in result) == given.confidence_head
+        if given.confidence_head:
+            assert_equal(result["confidence"], head.confidence(states, inputs["previous"]).sigmoid())
