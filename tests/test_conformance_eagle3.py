@@ -14,4 +14,7 @@ TestDynamicSome = conformance.suite(
     accepts="some",
     families=("mistral-sliding",),
 )
+TestWindow = conformance.suite(
+    lambda t: eagle3(t, None, "static", sliding_window=3, layers=2), families=("llama", "mistral-sliding")
+)
 TestDynamicRandomHead = conformance.suite(lambda t: eagle3(t, None, "dynamic", **NEWER), families=("llama",))

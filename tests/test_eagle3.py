@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tiny
 import torch
 from conformance import NO_EOS, prompt, target_of
 from rigged import eagle3
@@ -12,7 +13,7 @@ from test_eagle import path_of
 from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
-from drafters import generate, load_drafter
+from drafters import TargetModel, generate, load_drafter
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
@@ -23,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"fc_norm": True, "norm_output": True},
     "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "qwen3": {"layer": "qwen3", "layers": 2, "own_lm_head": False},
+    "window": {"sliding_window": 4, "layers": 2},  # shorter than a prompt, as long as a draft
 }
 
 
@@ -60,7 +62,8 @@ def described(
         q, k, v = turned(heads["q"], theta), turned(heads["k"], theta), heads["v"]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(config.head_dim)
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        back = torch.arange(length)[:, None] - torch.arange(length)
+        scores = scores.masked_fill((back < 0) | (back >= (options.sliding_window or length)), -torch.inf)
         mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(length, -1)
         hidden = hidden + mixed @ own["self_attn.o_proj.weight"].T
         inner = rms(hidden, own["post_attention_layernorm.weight"], eps)
@@ -166,6 +169,20 @@ def test_drafts_equal_the_head_from_scratch(variant: str, tree: str, temperature
     with mock.patch.object(drafter, "propose", compared):
         generate(target, drafter, [prompt(9)], max_new_tokens=9, eos_token_id=NO_EOS, temperature=temperature)
     assert len(checked) > 3 and checked[0]
+
+
+def test_a_window_on_both_engines() -> None:
+    """Catches an engine that runs the head's layers without their window."""
+
+    def drafts(engine: Any) -> list[Any]:
+        target = TargetModel(tiny.build("llama"), name="target", engine=engine)
+        drafter, found = eagle3(target, None, "static", **VARIANTS["window"]), []
+        propose = drafter.propose
+        with mock.patch.object(drafter, "propose", lambda state: found.append(propose(state)) or found[-1]):
+            generate(target, drafter, [prompt(9), prompt(5)], max_new_tokens=9, eos_token_id=NO_EOS)
+        return [draft.tokens.tolist() for draft in found]
+
+    assert drafts("fused") == drafts("stock") and len(drafts("fused")) > 3
 
 
 def test_a_checkpoint_drafts_the_same(tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ from rigged import eagle3
 from safetensors.torch import load_file, save_file
 from test_eagle3 import described, first_features, rms, shaken
 from torch import Tensor
+from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
@@ -30,6 +31,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "speculators": {"draft_vocab_size": 60, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "llama.cpp": {"taps": [1, 3, 7], "own_lm_head": False, "norm_before_fc": True},
 }
+WINDOW = {"sliding_window": 512, "layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,22 @@ def test_the_contract_of_speculators(target: TargetModel, tmp_path: Path) -> Non
     assert {"layers.0.hidden_norm.weight", "input_norm.weight", "t2d"} <= weights.keys()
 
 
+@pytest.mark.parametrize(("form", "layer"), [("vllm", "llama"), ("vllm", "qwen3"), ("speculators", "llama")])
+def test_a_window(form: str, layer: str, target: TargetModel, tmp_path: Path) -> None:
+    """Catches a window that a program does not read: vLLM does by the kind of each layer, and Qwen3's configuration
+    drops it unless it is told to use it."""
+    head = save_head(tmp_path / "head", target, layer=layer, **WINDOW)
+    export(head, form, tmp_path / "out")
+    config, _ = written(tmp_path / "out")
+    keys = config.get("transformer_layer_config", config)
+    assert keys["layer_types"] == ["sliding_attention"] * 2 and keys["sliding_window"] == 512
+    read = AutoConfig.for_model(**{key: value for key, value in keys.items() if key != "architectures"})
+    assert read.sliding_window == 512 and read.layer_types == keys["layer_types"]
+    assert check(tmp_path / "out", form, target.name)
+    convert(str(tmp_path / "out"), target.name, tmp_path / "back")
+    assert load_checkpoint(tmp_path / "back")[0]["drafter"]["sliding_window"] == 512
+
+
 def test_the_readme_says_how_it_is_served(target: TargetModel, tmp_path: Path) -> None:
     """Catches a command for another program, and a folder that hides what it reads."""
     commands = {"official": "use_eagle3=True", "vllm": '"method": "eagle3"', "sglang": "--speculative-algorithm EAGLE3",
@@ -144,6 +162,9 @@ UNSERVED = [
     ("official", {"shape": {"head_dim": 16}}, "heads are hidden_size / num_attention_heads wide, and these 16"),
     ("sglang", {"norm_before_residual": True}, "does not know norm_before_residual"),
     ("sglang", {"layers": 2}, "has one layer, and the head 2"),
+    ("official", {"sliding_window": 512}, "attends to all tokens, and the head's has a window"),
+    ("sglang", {"sliding_window": 512}, "attends to all tokens"),
+    ("llama.cpp", {"sliding_window": 512}, "attends to all tokens"),
     ("sglang", {"taps": [1, 3, 7]}, "hands over no state after the target's last layer"),
     ("speculators", {"own_lm_head": False}, "needs an LM head"),
     ("llama.cpp", {"taps": [1, 6]}, "reads three hidden states, and the head 2"),

@@ -41,16 +41,26 @@ def layer() -> Any:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("attend", [blocked_attention, fused_attention])
-def test_equals_a_mask(lengths: list[int], attend: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dialogue that sees another or its own future, a wrong scale or head, a gradient that is lost between blocks."""
+@pytest.mark.parametrize(
+    ("attend", "window"),
+    [(blocked_attention, None), (fused_attention, None), (blocked_attention, 1), (blocked_attention, 140)],
+)
+def test_equals_a_mask(
+    lengths: list[int], attend: Callable[..., Tensor], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dialogue that sees another or its own future, a wrong scale or head, a gradient that is lost between blocks, a
+    window that is off by one or begins with its block."""
     monkeypatch.setattr(attention, "blocked_attention", attend)  # the one that a CPU gets
     query, key, value = states(sum(lengths))
     weight = torch.randn(1, sum(lengths), HEADS, SIZE)
-    found, _ = dialogue_attention(layer(), query, key, value, Dialogues(lengths), scaling=0.3)
+    module = layer()
+    module.window = window
+    found, _ = dialogue_attention(module, query, key, value, Dialogues(lengths), scaling=0.3)
     gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
     wide = [each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value)]
     mask = dialogue_mask(segments_of(lengths))[:, None]
+    if window is not None:
+        mask = mask & torch.ones_like(mask).triu(1 - window)
     expected = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     reference = torch.autograd.grad((expected * weight).sum(), (query, key, value))

@@ -22,7 +22,7 @@ TAPS = (tiny_run.TAP,)
 BF16: dict[str, Any] = {"own_lm_head": False, "precision": "bf16"}
 NEWER: dict[str, Any] = {"fc_norm": True, "norm_output": True, "layer": "qwen3"}
 LEARNING = {"steps": 30, "warmup_steps": 5, "tau_every": 30, "tau_new_tokens": 8}
-LEARNS = [NEWER | {"draft_vocab": 60}, pytest.param(BF16, marks=pytest.mark.long)]
+LEARNS = [NEWER | {"draft_vocab": 60, "sliding_window": 8}, pytest.param(BF16, marks=pytest.mark.long)]
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     seen = {name for row in rows for name in row}
     assert {f"heldout_step_{n}_top1" for n in range(3)} | {"heldout_0-alpha", "heldout_tau"} <= seen
     drafter: Any = load_drafter(str(out), target)
+    assert drafter.given.sliding_window == more.get("sliding_window")
     assert drafter.taps == TAPS and drafter.lm_head.width == more.get("draft_vocab", tiny.VOCAB_SIZE)
     if "draft_vocab" in more:
         assert torch.equal(drafter.lm_head.ids.int(), run.task.draft_ids)
@@ -50,10 +51,19 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
 
 
-@pytest.mark.parametrize("more", [{"draft_vocab": 60}, NEWER, {"draft_vocab": 60, "mask_uncovered": False}])
+LOSSES = [
+    {"draft_vocab": 60},
+    NEWER,
+    {"draft_vocab": 60, "mask_uncovered": False},
+    {"sliding_window": 4},
+    {"layers": 2},
+]
+
+
+@pytest.mark.parametrize("more", LOSSES)
 def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[str, Any]) -> None:
-    """Catches steps about other tokens, a detached feedback, a target's distribution over the whole vocabulary, a wrong
-    share of a step, a gradient of the shared LM head that counts one step.
+    """Catches steps about other tokens, keys of another layer, a detached feedback, a target's distribution over the
+    whole vocabulary, a wrong share of a step, a gradient of the shared LM head that counts one step.
 
     Reference: one chain after the other by the head itself over a growing sequence, logits whole, torch's gradients.
     """
@@ -133,6 +143,7 @@ def test_the_default_states(settings: dict[str, Any], features: Path) -> None:
         ({"own_lm_head": False, "draft_vocab": 9}, "own_lm_head is false"),
         ({"loss_vocab": 9}, "set that instead"),
         ({"zero_stage": 3}, "zero_stage is 3"),
+        ({"sliding_window": 3}, r"sliding_window is 3, and a chain of ttt_steps=3 .* set sliding_window=4"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], change: dict[str, Any], told: str) -> None:

@@ -119,21 +119,33 @@ def test_trainings_that_are_refused(
         tiny_run.train_here("eagle", settings | {"init_from": str(trained.config.out)})
     with pytest.raises(ValueError, match="lora.targets: .*nothing_such"):
         tiny_run.train_here("eagle", settings | {"lora": {"targets": ["nothing_such"]}})
+    with pytest.raises(ValueError, match="lora.targets: a drafter's lm_head stays as it is"):
+        tiny_run.train_here("eagle", settings | {"lora": {"targets": ["fc", "lm_head"]}})
     save_checkpoint(tmp_path / "k", KangarooAdapter(target.config), make_config("kangaroo", {}, target))
     with pytest.raises(ValueError, match="init_from: .*k holds a drafter of type 'kangaroo'"):
         tiny_run.train_here("eagle", settings | {"init_from": str(tmp_path / "k")})
 
 
-@pytest.mark.parametrize("kind", ["kangaroo", "medusa"])
+MORE: dict[str, dict[str, Any]] = {
+    "kangaroo": {"exit_layer": tiny_run.TAP},
+    "medusa": {"heads": 2},
+    "dflash": {"tap_layers": [tiny_run.TAP], "block_size": 5, "mask_token_id": 2, "layers": 1},
+    "eagle3": {"tap_layers": [tiny_run.TAP], "ttt_steps": 2, "draft_vocab": 60},
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
 def test_other_methods_have_adapters_too(
     kind: str, settings: dict[str, Any], target: TargetModel, tmp_path: Path
 ) -> None:
-    """Catches a task that builds its module otherwise, and trains or saves it whole."""
-    more = {"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {"heads": 2}
+    """Catches a task that builds its module otherwise, and trains or saves it whole; an LM head of EAGLE-3 that moves,
+    or draft ids that are lost."""
+    more = MORE[kind]
     base = settings | {"init_from": None, "lora": None, "steps": 1, "out": str(tmp_path / "whole")} | more
     tiny_run.train_here(kind, base)
     tiny_run.train_here(kind, settings | {"init_from": base["out"], "steps": 2} | more)
     drafter, whole = (load_drafter(str(path), target) for path in (tmp_path / "run", tmp_path / "whole"))
     ours, theirs = drafter.module.state_dict(), whole.module.state_dict()
     moved = {name for name, value in ours.items() if not torch.equal(value, theirs[name])}
-    assert moved and all(theirs[name].dim() == 2 for name in moved)
+    assert moved and all(theirs[name].dim() == 2 for name in moved) and "lm_head.weight" not in moved
+    assert generate(target, drafter, [[5, 6, 7]], max_new_tokens=5).tokens.shape == (1, 5)

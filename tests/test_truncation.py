@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drafters import TargetModel, generate
 from drafters.drafting.block_tree import top_logit
+from drafters.drafting.tree_plan import chain_plan
 from drafters.loop.acceptance import Verdict
 from drafters.loop.sampling import Sampling, residual
 from drafters.methods.dspark import DSparkDrafter, DSparkOptions
@@ -219,7 +220,7 @@ def test_the_online_estimate() -> None:
     policy._online[HOT] = OnlineAcceptance(3)
     policy._latest = [[0.0, 0.0, 0.0]] * 2
     state: Any = SimpleNamespace(sampling=HOT, finished=[False, True])
-    policy.learn(2, state, Verdict([[0], [0, 1, 2]], [[5], [5, 6, 7]], [2, 2]))
+    policy.learn(chain_plan(3, torch.device("cpu")), 2, state, Verdict([[0], [0, 1, 2]], [[5], [5, 6, 7]], [2, 2]))
     values, fresh = policy._online[HOT].values([0.0] * 3), OnlineAcceptance(3).values([0.0] * 3)
     assert values[0] < fresh[0] and values[1:] == fresh[1:]
     assert float(top_logit(torch.tensor([0.0, math.log(3.0)]))) == pytest.approx(math.log(3.0))

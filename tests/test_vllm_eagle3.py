@@ -26,13 +26,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "3.1": ("vllm", {"taps": [1, 3, 6], "draft_vocab_size": 60, **V31}),
     "the target's LM head": ("llama.cpp", FORMS["llama.cpp"]),
     "speculators": ("speculators", FORMS["speculators"]),
+    "a window": ("vllm", {"sliding_window": 4}),
+    "a window, qwen3, two layers": ("vllm", {"sliding_window": 4, "layers": 2, "layer": "qwen3"}),
+    "a window, speculators": ("speculators", {"sliding_window": 4}),
     "another shape": ("vllm", {"shape": {"intermediate_size": 40, "head_dim": 16, "num_key_value_heads": 1}}),
 }
 
 
 def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Path) -> None:
-    """Catches a name that it leaves random, a norm, a residual or feedback at another place, draft ids mapped
-    otherwise, and states of the target one layer apart: it serves all of these without a word."""
+    """Catches a name that it leaves random, a window that it does not see, a norm, a residual or feedback at another
+    place, draft ids mapped otherwise, and states of the target one layer apart: it serves all of these without a word.
+    """
     target, cases = save_target(tmp_path / "target"), []
     for number, (form, options) in enumerate(CASES.values()):
         head = save_head(tmp_path / f"head-{number}", target, **options)

@@ -27,8 +27,11 @@ from torch import Tensor
 def causal(layer, query: Tensor, key: Tensor, value: Tensor, *_given: object, **_named: object) -> Tensor:
     """What vLLM's attention backends compute, without their cache."""
     q, k, v = (each.reshape(len(query), -1, layer.head_size).transpose(0, 1)[None] for each in (query, key, value))
+    seen = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    if layer.sliding_window is not None:
+        seen = seen.triu(1 - layer.sliding_window)
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=layer.impl.scale, enable_gqa=True
+        q, k, v, attn_mask=seen, scale=layer.impl.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1).flatten(1)
 

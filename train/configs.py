@@ -98,12 +98,16 @@ class Eagle3Config(TrainConfig):
     """
 
     drafter: ClassVar[str] = "eagle3"
+    sizes_lm_head: ClassVar[bool] = True
 
     tap_layers: list[Layers] | None = Field(
         None, min_length=1, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
     )
     layer: DraftLayer = Field("llama", description="the kind of its decoder layers")
     layers: Layers = Field(1, ge=1, description="number of its decoder layers")
+    sliding_window: Length | None = Field(
+        None, ge=2, description="tokens that its layers attend to, the present one included; null: all"
+    )
     own_lm_head: bool = Field(True, description="false: it drafts with the target's LM head, which stays frozen")
     lm_head_start: Literal["random", "target"] = Field("random", description="initial weights of its own LM head")
     norm_before_residual: bool = Field(False, description="the residual is the feature after its norm, not before")
@@ -123,10 +127,15 @@ class Eagle3Config(TrainConfig):
 
     @property
     def trains_lm_head(self) -> bool:
-        return True  # or only the norm before it
+        return self.lora is None  # or only the norm before it
 
     @model_validator(mode="after")
     def _is_one_head(self) -> Self:
+        if self.sliding_window is not None and self.sliding_window <= self.ttt_steps:
+            raise ValueError(
+                f"sliding_window is {self.sliding_window}, and a chain of ttt_steps={self.ttt_steps} has to fit into "
+                f"it; set sliding_window={self.ttt_steps + 1} or more"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one of them")
         if not self.own_lm_head and (self.draft_vocab is not None or self.lm_head_start != "random"):

@@ -66,10 +66,8 @@ class DFlashTask(Task):
         if head.lm_head is not None:
             self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
 
-    def build(self) -> nn.Module:
-        module: nn.Module = self.drafter.build_module(self.ends.config, self.drafter_config())
+    def take_dialogues(self, module: nn.Module) -> None:
         take_dialogues(module)
-        return module
 
     def drafter_config(self) -> dict[str, Any]:
         names = ("layout", "block_size", "mask_token_id", "layer", "layers", "causal")

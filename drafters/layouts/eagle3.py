@@ -106,8 +106,11 @@ def read(config: Mapping[str, Any], weights: Mapping[str, Tensor], target: Pretr
     kind = head_kind(target, Eagle3Options(**{key: options[key] for key in ("taps", "layer", "layers")}))
     options["shape"] = shape_of(flat, kind.config, source)
     notes += too_short(flat, target)
-    if "sliding_attention" in (flat.get("layer_types") or ()) or flat.get("use_sliding_window"):
-        window = shortened(flat.get("sliding_window"))
+    kinds, window = {*(flat.get("layer_types") or ())}, flat.get("sliding_window")
+    if kinds == {"sliding_attention"} and isinstance(window, int):
+        options["sliding_window"] = window
+    elif "sliding_attention" in kinds or flat.get("use_sliding_window"):
+        window = shortened(window)
         notes.append(f"it was trained with a window of {window} tokens; here its layers attend to all tokens before")
     found = Eagle3Options(**options).model_dump(exclude_defaults=True, exclude_none=True)
     return Reading(found | {"taps": options["taps"]}, notes)

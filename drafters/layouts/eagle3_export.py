@@ -112,6 +112,9 @@ def _config(
     shape: Any = head_kind(target, options).config
     turning, taps = rope(shape.to_dict()), list(options.taps)
     layer = layer_keys(shape, options.layer, options.layers)
+    if options.sliding_window is not None:
+        layer |= {"layer_types": ["sliding_attention"] * options.layers, "use_sliding_window": True}
+        layer["sliding_window"] = options.sliding_window
     head: dict[str, Any] = {flag: getattr(options, flag) for flag in FLAGS}
     head |= {"draft_vocab_size": options.draft_vocab_size or target.vocab_size, "dtype": dtype, "torch_dtype": dtype}
     head |= {"tie_word_embeddings": False, MADE_FROM: {**origin, **_told(to, options, target, turning)}}
@@ -157,6 +160,7 @@ def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | 
     qwen3 = options.layer == "qwen3"
     one_layer = (several, f"it has one layer, and the head {options.layers}")
     no_qwen3 = (qwen3, "it has no norms of queries and keys (layer: qwen3); train one with layer=llama")
+    no_window = (options.sliding_window is not None, "its layer attends to all tokens, and the head's has a window")
     own_head = (not options.own_lm_head, "it needs an LM head of the head's own; train one with own_lm_head=true")
     rules: dict[str, list[tuple[bool, str]]] = {
         "official": [
@@ -164,7 +168,7 @@ def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | 
             (bool(flags), f"it does not know {', '.join(flags)}"),
             (not plain_heads, f"its heads are hidden_size / num_attention_heads wide, and these {shape.head_dim}"),
             (kind != "default", f"it knows no RoPE of type {kind!r}"),
-            one_layer, no_qwen3, own_head,
+            one_layer, no_qwen3, no_window, own_head,
         ],
         "vllm": [],
         "sglang": [
@@ -174,13 +178,13 @@ def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | 
                 target.model_type in _GUESSED and taps[0] != 2,
                 f"with targets of the family {target.model_type!r} it misreads the states unless the first is 2",
             ),
-            one_layer, no_qwen3,
+            one_layer, no_qwen3, no_window,
         ],
         "speculators": [own_head],
         "llama.cpp": [
             (len(taps) != 3, f"it reads three hidden states, and the head {len(taps)}"),
             (options.fc_norm or options.norm_output, "its converter knows no fc_norm and no norm_output (EAGLE-3.1)"),
-            one_layer, no_qwen3,
+            one_layer, no_qwen3, no_window,
         ],
     }  # fmt: skip
     if taps != sorted({*taps}):

@@ -50,6 +50,8 @@ class BlockOptions(Config):
     machine, or no draft where none is profitable.
     ``depth``: most tokens of a path; null: all of the block.
     ``truncate``: verify a position of a chain only while its expected gain is profitable.
+    ``confidence_temperatures``: of each position, what ``truncate`` divides the logit of its estimated acceptance by;
+    train.calibrate fits them.
     ``draft_dtype``: draft with an int8 copy of the head's layers and LM head.
     ``layout``: fill-in: slot k of the block predicts the token k after the anchor, and slot 0 nothing (DFlash);
     anchor-first: slot k predicts the token k + 1 after it (DSpark). It has no default: with the wrong one, less than 1%
@@ -69,6 +71,7 @@ class BlockOptions(Config):
     nodes: DraftSize = Field(default=32, ge=1)
     top_k: DraftSize = Field(default=8, ge=1)
     truncate: bool = False
+    confidence_temperatures: list[Annotated[float, Field(gt=0)]] | None = None
     draft_dtype: Literal["int8"] | None = None
     layout: BlockLayout = Field(default=None, validate_default=True)
     block_size: DraftSize = Field(ge=2)
@@ -84,6 +87,16 @@ class BlockOptions(Config):
     def _truncates_chains(self) -> "BlockOptions":
         if self.truncate and self.tree != "chain":
             raise ValueError(f"truncate cuts chains, and tree is {self.tree}; set tree to chain, or truncate to false")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_temperature_for_each_position(self) -> "BlockOptions":
+        given, positions = self.confidence_temperatures, self.block_size - self.first_slot
+        if given is not None and len(given) != positions:
+            raise ValueError(
+                f"confidence_temperatures has {len(given)} values, and a block predicts {positions} tokens; give one "
+                "for each, or null"
+            )
         return self
 
     @property
@@ -137,7 +150,7 @@ class DFlashDrafter(StateReader):
         if options.tree == "auto":
             self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)))
         elif options.truncate:
-            self.policy = Truncation(self.depth, self._has_confidence())
+            self.policy = Truncation(self.depth, self._has_confidence(), options.confidence_temperatures)
         self.remembers = self.policy is not None
         self._used: TreePlan  # of the latest draft
 
@@ -175,9 +188,7 @@ class DFlashDrafter(StateReader):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
-        if isinstance(self.policy, Truncation):
-            self.policy.learn(draft.size, state, verdict)
-        elif self.policy is not None:
+        if self.policy is not None:
             self.policy.learn(self._used, draft.size, state, verdict)
 
     def slots(self, states: Tensor, state: DecodeState) -> Slots:

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Vocabulary
+from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Length, Vocabulary
 from drafters.hub.declared import READERS, Layout
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import EagleDrafter, TreeOptions
@@ -80,6 +80,9 @@ class Eagle3Head(nn.Module):
         self.fc = nn.Linear(count * wide, wide, bias=False)
         later = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(1, options.layers)]
         self.layers = nn.ModuleList([Eagle3Layer(kind, options.norm_before_residual), *later])
+        self.window = options.sliding_window
+        for layer in cast(Any, self.layers):
+            layer.self_attn.window = self.window  # read in training
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
         self.norm, self.norm_output = self._norm(kind, wide), options.norm_output
         rows = options.draft_vocab_size or target_config.vocab_size
@@ -107,8 +110,11 @@ class Eagle3Head(nn.Module):
         Args:
             features: ``[B, T, H]``, ``fused`` states of the target, or what this returned before.
             embeddings: ``[B, T, H]``, of the next tokens.
-            attention_mask: bool ``[B, 1, T, S]``; None is causal.
+            attention_mask: bool ``[B, 1, T, S]``; None is causal, with the head's sliding window.
         """
+        if attention_mask is None and cache is None and self.window is not None:
+            ones = torch.ones(features.shape[1], features.shape[1], dtype=torch.bool, device=features.device)
+            attention_mask = ones.tril().triu(1 - self.window)[None, None]
         hidden = torch.cat([embeddings, features], dim=-1)
         angles = self.rotary_emb(features, position_ids)
         for layer in self.layers:
@@ -146,6 +152,7 @@ class Eagle3Options(TreeOptions):
     ``norm_before_residual``: the first layer's residual is the feature after its norm, not before it.
     ``norm_before_fc``: one norm over all states before fc. ``fc_norm`` (EAGLE-3.1): a norm for each state before fc.
     ``norm_output`` (EAGLE-3.1): the output after the final norm is fed back; the LM head reads it as it is.
+    ``sliding_window``: tokens that its layers attend to, the present one included; null: all.
     ``trained_steps``: steps of its training-time test, as the training records them.
     ``shape``: heads, MLP and RoPE of its layers where a released head has others than the target.
     """
@@ -160,6 +167,7 @@ class Eagle3Options(TreeOptions):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    sliding_window: Length | None = Field(default=None, ge=1)
     trained_steps: DraftSize | None = Field(default=None, ge=1)
     shape: LayerShape = LayerShape()
 
@@ -236,7 +244,7 @@ class Eagle3Drafter(EagleDrafter):
             return torch.cat([target.embed(tokens), features], dim=-1)
 
         leave = norm if head.norm_output else identity
-        part = runner.part(head.layers, enter, leave, rope_of(head.config))
+        part = runner.part(head.layers, enter, leave, rope_of(head.config), options.sliding_window)
         if options.draft_dtype is not None:
             quantize_layers(part, options.draft_dtype)
         return part

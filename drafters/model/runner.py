@@ -175,11 +175,14 @@ class Runner:
         enter: Callable[..., Tensor] = identity,
         leave: Transform = identity,
         rotary: Rotary | None = None,
+        window: int | None = None,
     ) -> Part:
-        """A learned head's part: its layers, over a cache of their own, and what comes before and after them."""
+        """A learned head's part: its layers, over a cache of their own, and what comes before and after them; with a
+        sliding ``window``, they attend to that many tokens."""
         config = self.model.config if rotary is None else rotary.config
         fused = not any(why_not(layer, config) for layer in layers)
-        own = [PartLayer(FusedLayer(layer) if fused else StockLayer(layer), i) for i, layer in enumerate(layers)]
+        kind = FusedLayer if fused else StockLayer
+        own = [PartLayer(kind(layer), number, window) for number, layer in enumerate(layers)]
         rope = self._rope_of(rotary, fused)
         if not rope.by_length:
             rope.table(1)  # an error comes here, not in the first step
@@ -228,9 +231,10 @@ class Runner:
             cache.at(rows.count, rows.offset)
         hidden = part.enter(*inputs)
         angles: tuple[Tensor, ...] = (part.rope or self.rope)(rows)
-        masks: dict[int | None, Tensor | None] = {}
+        masks: dict[int | None, Tensor | None]
         if isinstance(part.layers[0].layer, StockLayer):
-            angles, masks[None] = (*angles, rows.positions()), self._mask(rows, Scope(), hidden.dtype, self._adds)
+            angles = (*angles, rows.positions())
+            masks = {window: self._mask(rows, Scope(window), hidden.dtype, self._adds) for window in part.windows}
         else:
             causal = cache is not None and rows.count <= part.few_rows
             masks = {window: rows.bias(window, part.groups, hidden.dtype, causal) for window in part.windows}

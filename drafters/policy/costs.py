@@ -13,7 +13,7 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -163,6 +163,41 @@ def prepare(drafter: "Drafter", batch: int, sampling: Sampling, longest: int) ->
         drafter.policy.prepare(drafter, batch, sampling, longest)
     for part in drafter.parts:
         prepare(part, batch, sampling, longest)
+
+
+class MeasuredCosts:
+    """What policies share that time some plans of their drafter before the first prompt.
+
+    A policy defines ``_plans``, the shapes to time, and ``_costs_of``, what it keeps of their times.
+    """
+
+    def __init__(self) -> None:
+        self._costs: dict[tuple[int, Sampling, int], Any] = {}  # by batch size, sampling and limit of the context
+        self._forced: Any = None  # the plan of the next step, while costs are measured
+
+    def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
+        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
+        if self._forced is not None:
+            return
+        for limit in context_limits(drafter.target, longest):
+            if (batch, sampling, limit) not in self._costs:
+                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
+
+    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Any:
+        model = getattr(drafter, "draft_model", None)
+        key = {"method": drafter.name, "draft_model": None if model is None else model.fingerprint()}
+        key |= {"options": drafter.settings.model_dump(exclude={"draft_model"})}
+        plans, use = self._plans(), partial(setattr, self, "_forced")
+        try:
+            return self._costs_of(plans, step_times(drafter, plans, use, batch, sampling, limit, longest, key))
+        finally:
+            self._forced = None
+
+    def _plans(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _costs_of(self, plans: Sequence[Any], times: Sequence[PlanTime]) -> Any:
+        raise NotImplementedError
 
 
 def context_limit(target: TargetModel, length: int) -> int:

@@ -11,17 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from drafters.base import Expected
 from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
-from drafters.policy.costs import Curve, context_limit, context_limits, step_times
+from drafters.policy.costs import Curve, MeasuredCosts, PlanTime, context_limit
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
     from drafters.loop.acceptance import Verdict
     from drafters.loop.state import DecodeState
 
@@ -195,7 +194,7 @@ class _Choice:
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, tokens, plain steps
 
 
-class ShapePolicy:
+class ShapePolicy(MeasuredCosts):
     """Chooses the shape of each draft. It reads costs and acceptance, never the clock: equal seeds give equal drafts.
 
     Args:
@@ -204,35 +203,11 @@ class ShapePolicy:
     """
 
     def __init__(self, most_nodes: int, depths: int, ranks: int, priors: dict[Way, Hazards] | None = None) -> None:
+        super().__init__()
         self.most_nodes, self.depths, self.ranks, self._priors = most_nodes, depths, ranks, priors or {}
-        self._costs: dict[tuple[int, Sampling, int], Costs] = {}
         self._choices: dict[tuple[int, Sampling], _Choice] = {}
         self._rates: dict[Sampling, Rates] = {}  # for all batch sizes: acceptance does not depend on them
-        self._forced: tuple[Path, ...] | None = None  # while costs are measured
         self._now: _Choice | None = None
-
-    def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
-        if self._forced is not None:
-            return
-        for limit in context_limits(drafter.target, longest):
-            if (batch, sampling, limit) not in self._costs:
-                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
-
-    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Costs:
-        model = getattr(drafter, "draft_model", None)
-        key: dict[str, Any] = {"method": drafter.name, "draft_model": None if model is None else model.fingerprint()}
-        key |= {"options": drafter.settings.model_dump(exclude={"draft_model"})}
-        plans = self._plans()
-
-        def use(paths: tuple[Path, ...]) -> None:
-            self._forced = paths
-
-        try:
-            times = step_times(drafter, plans, use, batch, sampling, limit, longest, key)
-        finally:
-            self._forced = None
-        return costs_of(plans, times)
 
     def _plans(self) -> list[tuple[Path, ...]]:
         """No draft, chains, and two trees: what costs are measured with."""
@@ -243,6 +218,9 @@ class ShapePolicy:
             sizes = sorted({min(16, self.most_nodes), min(40, self.most_nodes)})
             plans += [tuple(path for _, path in islice(likeliest(prior, self.depths), size)) for size in sizes]
         return [plan for plan in plans if len(plan) <= self.most_nodes]
+
+    def _costs_of(self, plans: Sequence[tuple[Path, ...]], times: Sequence[PlanTime]) -> Costs:
+        return costs_of(plans, times)
 
     def paths(self, state: "DecodeState") -> tuple[Path, ...]:
         """The nodes of the next draft; none: no draft."""

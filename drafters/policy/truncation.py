@@ -7,17 +7,18 @@ first that is not profitable; it never looks at the whole block.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from drafters.base import Expected
+from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
-from drafters.policy.costs import Curve, context_limit, context_limits, step_times
+from drafters.policy.costs import Curve, MeasuredCosts, PlanTime, context_limit
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
     from drafters.loop.acceptance import Verdict
     from drafters.loop.state import DecodeState
 
@@ -31,11 +32,12 @@ MOST = 8.0  # largest logit that the online estimate reads
 class OnlineAcceptance:
     """Logistic estimate of each position's acceptance from the logit of max q, fitted while decoding.
 
-    max q belongs to the position's distribution, which the tokens before it determine.
+    max q belongs to the position's distribution, which the tokens before it determine. With fitted ``temperatures`` it
+    begins with those.
     """
 
-    def __init__(self, depth: int) -> None:
-        self._weights = [[SLOPE, BIAS] for _ in range(depth)]
+    def __init__(self, depth: int, temperatures: Sequence[float] | None = None) -> None:
+        self._weights = [[SLOPE, BIAS] if temperatures is None else [1 / temperatures[k], 0.0] for k in range(depth)]
 
     def values(self, logits: list[float]) -> list[float]:
         """Estimated acceptance of the first positions, each given that those before it are accepted."""
@@ -60,7 +62,7 @@ class Costs:
     rest: Curve
 
 
-class Truncation:
+class Truncation(MeasuredCosts):
     """Cuts the chains of a batch to a common length. It reads costs and acceptance, never the clock.
 
     Rows of a batch do not depend on each other, so that a row's length may depend on the tokens of all others. The
@@ -69,37 +71,22 @@ class Truncation:
     Args:
         depth: most tokens of a draft.
         trained: the drafter's estimates come from a trained confidence head; otherwise they are logits of max q.
+        temperatures: of at least ``depth`` positions, which the estimates' logits are divided by; None: not fitted.
     """
 
-    def __init__(self, depth: int, trained: bool) -> None:
-        self.depth, self.trained = depth, trained
-        self._costs: dict[tuple[int, Sampling, int], Costs] = {}
+    def __init__(self, depth: int, trained: bool, temperatures: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.depth, self.trained, self.temperatures = depth, trained, temperatures
         self._online: dict[Sampling, OnlineAcceptance] = {}
-        self._forced: int | None = None  # while costs are measured
         self._latest: list[list[float]] = []  # logits of the latest draft, by batch row
         self._tokens = self._time = 1.0  # of the average step; time in units of a step without a draft
         self._sums = [0.0, 0.0, 0.0, 0.0]  # steps, tokens, plain steps, drafted tokens
 
-    def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
-        if self._forced is not None:
-            return
-        for limit in context_limits(drafter.target, longest):
-            if (batch, sampling, limit) not in self._costs:
-                self._costs[batch, sampling, limit] = self._measured(drafter, batch, sampling, limit, longest)
+    def _plans(self) -> list[int]:
+        return sorted({0, 1, self.depth // 2, self.depth})
 
-    def _measured(self, drafter: "Drafter", batch: int, sampling: Sampling, limit: int, longest: int) -> Costs:
-        lengths = sorted({0, 1, self.depth // 2, self.depth})
-        key: dict[str, Any] = {"method": drafter.name, "options": drafter.settings.model_dump()}
-
-        def use(length: int) -> None:
-            self._forced = length
-
-        try:
-            times = step_times(drafter, lengths, use, batch, sampling, limit, longest, key)
-        finally:
-            self._forced = None
-        rest = Curve.of({1 + length: time.rest for length, time in zip(lengths, times, strict=True)})
+    def _costs_of(self, plans: Sequence[int], times: Sequence[PlanTime]) -> Costs:
+        rest = Curve.of({1 + length: time.rest for length, time in zip(plans, times, strict=True)})
         return Costs(max(time.draft for time in times), rest)
 
     def length(self, certainty: Tensor, state: "DecodeState") -> int:
@@ -108,8 +95,8 @@ class Truncation:
             return min(self._forced, certainty.shape[1])
         self._latest = certainty.tolist()
         unfinished = [row for row, done in zip(self._latest, state.finished, strict=True) if not done]
-        chances = [self._acceptance(row, state.sampling) for row in unfinished]
-        costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
+        chances = [self.acceptance(row, state.sampling) for row in unfinished]
+        costs: Costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
         plain = costs.rest.at(1)
         explores = not self.trained and self._sums[0] % EXPLORE == EXPLORE - 1
         pace, tokens, count = self._tokens / self._time, 1.0, 0
@@ -128,13 +115,15 @@ class Truncation:
         self._sums = [before + more for before, more in zip(self._sums, step, strict=True)]
         return count
 
-    def _acceptance(self, logits: list[float], sampling: Sampling) -> list[float]:
+    def acceptance(self, logits: list[float], sampling: Sampling) -> list[float]:
+        """Estimated acceptance of a draft's positions, each given that those before it are accepted."""
         if self.trained:
-            return [_sigmoid(logit) for logit in logits]
-        return self._online.setdefault(sampling, OnlineAcceptance(self.depth)).values(logits)
+            scales = self.temperatures or [1.0] * self.depth
+            return [_sigmoid(logit / scale) for logit, scale in zip(logits, scales, strict=False)]
+        return self._online.setdefault(sampling, OnlineAcceptance(self.depth, self.temperatures)).values(logits)
 
-    def learn(self, size: int, state: "DecodeState", verdict: "Verdict") -> None:
-        """Learn from the verdict on chains of ``size`` tokens."""
+    def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
+        """Learn from the verdict on chains of ``size`` tokens, the first of a plan."""
         estimate = self._online.get(state.sampling)
         if estimate is None or self._forced is not None:
             return

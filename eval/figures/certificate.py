@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
@@ -27,8 +27,9 @@ from eval.prompts.prompts import load_prompts
 LOSSLESS, NOT_LOSSLESS = "lossless", "not lossless"
 UNDECIDED, LOSSY = "not shown", "lossy by design"
 NEEDED = 2  # accepted draft tokens after which there must be enough tokens to test: a q of a wrong depth shows there
-# Fixed values instead of auto: a chain of five (EAGLE's default depth) and a tree, drafted also if not profitable.
-FIXED = {"tree": ("chain", "static"), "match": (2,), "gamma": (5,), "nodes": (16,)}
+# Fixed values instead of auto: a chain (EAGLE's has five tokens, DFlash's and DSpark's the whole block) and the tree of
+# the method, drafted also if not profitable.
+FIXED: dict[str, tuple[Any, ...]] = {"tree": ("chain", "static", "tree"), "match": (2,), "gamma": (5,), "nodes": (16,)}
 
 
 def certificate(config: LosslessConfig, argv: list[str]) -> dict[str, Any]:
@@ -75,11 +76,17 @@ def certified_entries(entry: DrafterEntry, drafter: Drafter) -> list[DrafterEntr
 
 def _auto_options(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
     """Return the FIXED values of options that are auto, also of a hybrid's head, by dotted name."""
-    found = {name: FIXED[name] for name, value in drafter.settings if value == "auto"}
+    found = {name: _fixed(drafter, name) for name, value in drafter.settings if value == "auto"}
     head = getattr(drafter, "head", None)
     if isinstance(head, Drafter):
         found |= {f"head.{name}": values for name, values in _auto_options(head).items()}
     return found
+
+
+def _fixed(drafter: Drafter, option: str) -> tuple[Any, ...]:
+    """Return the FIXED values of an option that the method has."""
+    words = get_args(type(drafter.settings).model_fields[option].annotation)
+    return tuple(value for value in FIXED[option] if not isinstance(value, str) or value in words)
 
 
 def combined(names: list[str], parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,9 +31,14 @@ class Dialogues:
 
     lengths: list[int]
 
-    def beside(self) -> list[States]:
-        """Further keys and values: each query sees only the one at its own index, beside all earlier ones."""
+    def beside(self, attention: Any) -> list[States]:
+        """Further keys and values of a layer's ``attention``: each query sees only the one at its own index, beside all
+        earlier ones."""
         return []
+
+    def within(self, window: int | None) -> int | None:
+        """How many keys of the row a query sees at most, its own index's included, with a sliding ``window``."""
+        return window
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,28 @@ class Chains(Dialogues):
     """Given instead of a mask and a cache: a chain is drafted from every index, all chains in parallel.
 
     In step n the query at index i has position i + n. It sees the keys of step 0 up to i and, of each later step, only
-    the key at i: the earlier inputs of its own chain, and itself. No product with another chain's keys is taken.
+    the key at i: the earlier inputs of its own chain, and itself. No product with another chain's keys is taken. A
+    sliding window is longer than a chain, so that it only hides keys of step 0.
 
     Attributes:
         step: n.
-        states: keys and values of the steps so far, shared by all steps.
+        states: by layer, keys and values of the steps so far, shared by all steps.
     """
 
     step: int
-    states: list[States]
+    states: dict[int, list[States]]
 
-    def beside(self) -> list[States]:
-        return self.states[1 : self.step + 1]
+    def beside(self, attention: Any) -> list[States]:
+        return self.states[attention.layer_idx][1 : self.step + 1]
 
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> States:
+    def within(self, window: int | None) -> int | None:
+        return None if window is None else window - self.step
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> States:
         """The interface of a cache. A second call, in the backward pass with checkpointing, changes nothing."""
-        self.states[self.step : self.step + 1] = [(keys, values)]
-        return self.states[0]
+        steps = self.states.setdefault(layer, [])
+        steps[self.step : self.step + 1] = [(keys, values)]
+        return steps[0]
 
 
 @dataclass(frozen=True)
@@ -130,16 +140,19 @@ def dialogue_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """A transformers attention function: query ``[R, heads, L, d]``, key and value ``[R, kv_heads, L, d]`` ->
-    ``[R, L, heads, d]``. ``Dialogues`` are given as the mask to a layer, or as ``dialogues`` to a model."""
-    attention_mask = dialogues or attention_mask
+    ``[R, L, heads, d]``. ``Dialogues`` are given as the mask to a layer, or as ``dialogues`` to a model. An attention
+    whose ``window`` is not None attends to that many tokens."""
+    attention_mask, window = dialogues or attention_mask, getattr(module, "window", None)
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if isinstance(attention_mask, Blocks):
         return block_attention(module, query, key, value, attention_mask, **options), None
     attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
     given = [query, key, value]
-    if beside := attention_mask.beside():
-        attend = blocked_attention  # no kernel has these keys
+    if window is not None:
+        attend = partial(blocked_attention, window=attention_mask.within(window))
+    if beside := attention_mask.beside(module):
+        attend = attend if window is not None else blocked_attention  # no kernel has these keys
         given += [torch.stack(states, dim=3) for states in zip(*beside, strict=True)]
     parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in given), strict=True)
     return torch.cat([attend(module, *part, **options) for part in parts], dim=1), None
@@ -180,13 +193,15 @@ def blocked_attention(
     dropout: float = 0.0,
     block: int = BLOCK,
     dtype: torch.dtype | None = None,
+    window: int | None = None,
     **_: Any,
 ) -> Tensor:
     """Causal attention ``[R, heads, T, d]`` -> ``[R, T, heads, d]`` by matrix products: a block of queries over the
     keys up to the block's end.
 
-    Each query also sees the n further keys and values of its own index, ``[R, kv_heads, T, n, d]``. It computes in
-    float32 also for 16-bit inputs, which is more exact, or in ``dtype``.
+    Each query also sees the n further keys and values of its own index, ``[R, kv_heads, T, n, d]``; with ``window`` of
+    the others only the last ``window``. It computes in float32 also for 16-bit inputs, which is more exact, or in
+    ``dtype``.
     """
     rows, heads, length, width = query.shape
     wide = dtype or torch.promote_types(query.dtype, torch.float32)
@@ -202,14 +217,18 @@ def blocked_attention(
     later = torch.full((block, block), float("-inf"), dtype=wide, device=q.device).triu(1)
     blocks = []
     for first in range(0, length, block):
-        last = min(first + block, length)
-        hidden = F.pad(later[: last - first, : last - first], (first, 0)).expand(len(q), -1, -1)
-        scores = torch.baddbmm(hidden, q[:, first:last], k[:, :last].transpose(1, 2))
+        last, start = min(first + block, length), 0 if window is None else max(first + 1 - window, 0)
+        hidden = F.pad(later[: last - first, : last - first], (first - start, 0))
+        if window is not None:
+            index = torch.arange(start, last, device=q.device)
+            hidden = hidden.masked_fill(index <= index[first - start :, None] - window, float("-inf"))
+        hidden = hidden.expand(len(q), -1, -1)
+        scores = torch.baddbmm(hidden, q[:, first:last], k[:, start:last].transpose(1, 2))
         weights = (scores if near is None else torch.cat([scores, near[:, first:last]], dim=-1)).softmax(-1)
         weights = F.dropout(weights, dropout) if dropout else weights
-        mixed = torch.bmm(weights[..., :last], v[:, :last])
+        mixed = torch.bmm(weights[..., : last - start], v[:, start:last])
         if near is not None:
-            mixed = mixed + (weights[:, :, None, last:] @ near_v[:, first:last]).squeeze(2)
+            mixed = mixed + (weights[:, :, None, last - start :] @ near_v[:, first:last]).squeeze(2)
         blocks.append(mixed)
     return torch.cat(blocks, dim=1).view(rows, heads, length, width).transpose(1, 2).to(query.dtype)
 

@@ -43,6 +43,7 @@ class TrainConfig(Config):
     drafter: ClassVar[str]  # the method; also the name of its script in train/
     older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before the key existed, if not its default
     has_recipe: ClassVar[bool] = False  # whether train.start trains the method: its drafter has a ``recipe``
+    sizes_lm_head: ClassVar[bool] = False  # whether draft_vocab is the size of an LM head of the drafter's own
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")
@@ -195,7 +196,7 @@ class TrainConfig(Config):
             raise ValueError("lora needs a trained drafter: set init_from, or leave lora out")
         if self.lora is not None and self.trains_lm_head:  # the loss multiplies with its weights as they are
             raise ValueError("lora leaves LM heads as they are, and this trains the drafter's own; set one of the two")
-        if self.lora is not None and self.draft_vocab is not None:
+        if self.lora is not None and self.draft_vocab is not None and not self.sizes_lm_head:
             raise ValueError(f"draft_vocab is {self.draft_vocab}, and with lora that of init_from stays; leave it out")
         if self.features == "online" and self.data is None:
             raise ValueError("features: online needs dialogues: set data.train and data.heldout, or give a folder")

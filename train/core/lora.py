@@ -21,19 +21,23 @@ from train.core.config import Lora
 
 
 def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
-    """peft's model around ``model``: ``model`` is frozen, and its projections get matrices of rank ``lora.r``.
+    """peft's model around ``model``: ``model`` is frozen, and its projections get matrices of rank ``lora.r``; not the
+    LM head of a drafter, whose weights the loss reads as they are.
 
     Args:
         name: of the base model, for the adapter's config.
 
     Raises:
-        ValueError: ``lora.targets`` that the model does not have.
+        ValueError: ``lora.targets`` that the model does not have, or a drafter's LM head.
     """
     import peft
 
     targets, pretrained = lora.targets, isinstance(model, PreTrainedModel)
     if targets == "all-linear" and not pretrained:
-        targets = [path for path, part in model.named_modules() if isinstance(part, nn.Linear)]
+        linear = [path for path, part in model.named_modules() if isinstance(part, nn.Linear)]
+        targets = [path for path in linear if path != "lm_head"]
+    if "lm_head" in targets and not pretrained:
+        raise ValueError("lora.targets: a drafter's lm_head stays as it is; leave it out")
     given = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -71,6 +75,6 @@ def save_adapter(adapter: Any, config: dict[str, Any], out: Path) -> None:
     """
     checked = parse_config(config, source=f"the config to be saved in {out}")
     with replacing_files(out, last=(ADAPTER_CONFIG_FILE, CONFIG_FILE)) as folder:
-        adapter.save_pretrained(folder)
+        adapter.save_pretrained(folder, save_embedding_layers=False)  # "auto" looks for the base's, and warns
         (folder / CARD_FILE).unlink(missing_ok=True)  # written by peft
         replace_json(folder / CONFIG_FILE, checked.model_dump())

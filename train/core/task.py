@@ -100,11 +100,15 @@ class Task(ABC):
     def build(self) -> nn.Module:
         """The module with random weights, which takes packed dialogues."""
         module: nn.Module = self.drafter.build_module(self.ends.config, self.drafter_config())
-        use_dialogue_attention(module, self.ends.config)
+        self.take_dialogues(module)
         # peft fails on tensors without contents.
         if self.config.lora is not None and torch._guards.detect_fake_mode() is None:
             with_lora(module, self.config.lora, self.config.init_from)
         return module
+
+    def take_dialogues(self, module: nn.Module) -> None:
+        """Let the module's attention take packed dialogues; raises ValueError if it cannot."""
+        use_dialogue_attention(module, self.ends.config)
 
     def drafter_config(self) -> dict[str, Any]:
         """The ``drafter`` section of the checkpoint's config.json."""

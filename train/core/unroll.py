@@ -40,7 +40,7 @@ def unrolled(
         features: what step 0 reads, if not the batch's features.
         detach: no gradient flows through the predictions that are fed back.
     """
-    lengths, states = batch.dialogue_lengths(), list[States]()
+    lengths, states = batch.dialogue_lengths(), dict[int, list[States]]()
     features = batch.features if features is None else features
     for step in range(steps):
         following = embed(batch.input_ids.roll(-(step + shift), dims=1))

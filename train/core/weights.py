@@ -66,7 +66,7 @@ def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor],
     """The tensors of a checkpoint of ``weights``, and its ``drafter`` section; adapters are merged."""
     options = task.drafter_config()
     if task.config.lora is not None:
-        exact = {name: value.float() for name, value in weights.items()}
+        exact = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
         weights = _adapter(task, exact).merge_and_unload().state_dict()
     tensors, of_vocabulary = task.vocabulary()
     return weights | tensors, options | of_vocabulary

@@ -213,7 +213,10 @@ def _with_loss_ids(task: Task) -> Task:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors made inside: ``now``, and the maximum so far (``peak``)."""
+    """Counts the bytes of tensors made inside: ``now``, and the maximum so far (``peak``).
+
+    A view of a tensor from outside, such as a transposed weight, takes none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,6 +224,7 @@ class PeakMemory(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tree_map_only(torch.Tensor, lambda given: self._known.add(given.untyped_storage()), (args, kwargs))
         made = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._note, made)
         return made

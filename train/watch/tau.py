@@ -17,6 +17,7 @@ from train.core.task import Task
 from train.data.packing import Source
 
 CTAR_WIDTHS = range(1, 6)
+SHORTER = "lower tau_new_tokens, or set tau_every: null"  # where no prompt fits
 MOST_SECONDS = 480.0  # the other ranks wait idle meanwhile
 
 
@@ -26,9 +27,11 @@ def tau_prompts(config: TrainConfig, target: PretrainedConfig, store: Source) ->
     return held_out_prompts(store, config.tau_prompts, limit - config.tau_new_tokens)
 
 
-def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]:
+def held_out_prompts(
+    store: Source, count: int, longest: int, key: str = "tau_every", fix: str = SHORTER
+) -> list[list[int]]:
     """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle; at most
-    ``longest`` tokens. Raises ValueError if no dialogue has such a prompt."""
+    ``longest`` tokens. Raises ValueError, with ``key`` and ``fix``, if no dialogue has such a prompt."""
     prompts: list[list[int]] = []
     for index in torch.randperm(len(store), generator=torch.Generator().manual_seed(0)).tolist():
         dialogue = store[index]
@@ -39,8 +42,8 @@ def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]
             break
     if not prompts:
         raise ValueError(
-            f"tau_every: none of the {len(store)} held-out dialogues has a prompt of 1 to {longest} tokens before its "
-            "first answer; lower tau_new_tokens, or set tau_every: null"
+            f"{key}: none of the {len(store)} held-out dialogues has a prompt of 1 to {longest} tokens before its "
+            f"first answer; {fix}"
         )
     return prompts
 
