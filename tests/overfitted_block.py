@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from overfitted import BEGUN, KEPT, TAPS, target, texts
-from torch import nn
+from torch import Tensor, nn
 
+from drafters import TargetModel
 from drafters.methods.dflash import BlockOptions, DFlashDrafter
 from drafters.methods.dspark import DSparkDrafter, DSparkOptions
 
@@ -32,40 +33,44 @@ def drafter(method: str) -> Any:
     """The drafter; shared, do not change it."""
     kind, schema = KINDS[method]
     given = schema(**options(method), tree="chain", depth=DEPTH)
-    torch.manual_seed(0)
-    head: Any = kind.build_module(target().config, options(method))
     counts = torch.bincount(texts()[:COUNT, BEGUN:].flatten(), minlength=target().vocab_size)
-    ids = counts.topk(KEPT).indices.sort().values
-    head.d2t.copy_(ids - torch.arange(KEPT))
-    head.lm_head.weight.data.copy_(target().model.get_output_embeddings().weight[ids])
-    train(head, given, ids)
+    head = trained(target(), given, texts()[:COUNT], BEGUN, counts.topk(KEPT).indices.sort().values)
     return kind(target(), head, given)
 
 
 @torch.enable_grad()
-def train(head: Any, given: BlockOptions, ids: torch.Tensor, steps: int = 200) -> None:
-    """Cross-entropy of the texts' tokens in the blocks behind all anchors of all texts, which see the context before
-    their anchor and themselves."""
-    known = texts()[:COUNT]
-    count, length = known.shape
+def trained(
+    target: TargetModel, given: BlockOptions, known: Tensor, begun: int, ids: Tensor, steps: int = 200
+) -> nn.Module:
+    """A head that learnt the texts ``known`` ``[N, L]`` from their token ``begun`` on, with the draft tokens ``ids``.
+
+    Cross-entropy of the texts' tokens in the blocks behind all anchors of all texts, which see the context before
+    their anchor and themselves.
+    """
+    torch.manual_seed(0)
+    kind = next(kind for kind, schema in KINDS.values() if schema is type(given))
+    head: Any = kind.build_module(target.config, given.model_dump())
+    head.d2t.copy_(ids - torch.arange(len(ids)))
+    head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
+    (count, length), size = known.shape, given.block_size
     with torch.no_grad():
-        found = target().features(known, taps=tuple(TAPS)).taps
-    states = torch.cat([found[tap] for tap in TAPS], dim=-1).clone()
-    kept = torch.full((target().vocab_size,), -100).index_put((ids,), torch.arange(KEPT))
-    anchors, slots = torch.arange(BEGUN - 1, length - BLOCK), torch.arange(BLOCK)
+        found = target.features(known, taps=tuple(given.taps)).taps
+    states = torch.cat([found[tap] for tap in given.taps], dim=-1).clone()
+    kept = torch.full((target.vocab_size,), -100).index_put((ids,), torch.arange(len(ids)))
+    anchors, slots = torch.arange(begun - 1, length - size), torch.arange(size)
     rows = anchors[:, None] + slots  # [A, B], positions
-    block = torch.where(slots == 0, known[:, rows], MASK)
-    embeddings = target().embed(block.flatten(1)).clone()  # [T, A * B, H]
+    block = torch.where(slots == 0, known[:, rows], given.mask_token_id)
+    embeddings = target.embed(block.flatten(1)).clone()  # [T, A * B, H]
     positions = torch.cat([torch.arange(length), rows.flatten()])[None]
-    own = torch.eye(len(anchors)).bool().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    before = torch.arange(length) < anchors.repeat_interleave(BLOCK)[:, None]
+    own = torch.eye(len(anchors)).bool().repeat_interleave(size, 0).repeat_interleave(size, 1)
+    before = torch.arange(length) < anchors.repeat_interleave(size)[:, None]
     see = torch.cat([before, own], dim=1)[None, None]
     predicted = rows[:, given.first_slot :] + 1 - given.first_slot  # [A, K]
     right = kept[known[:, predicted]]
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        hidden = head(states, embeddings, positions, see).view(count, len(anchors), BLOCK, -1)[:, :, given.first_slot :]
+        hidden = head(states, embeddings, positions, see).view(count, len(anchors), size, -1)[:, :, given.first_slot :]
         logits = head.lm_head(hidden)
         if isinstance(given, DSparkOptions):
             logits = logits + head.markov_head.markov_w2(head.markov_head(known[:, predicted - 1], hidden))
@@ -74,6 +79,7 @@ def train(head: Any, given: BlockOptions, ids: torch.Tensor, steps: int = 200) -
         loss.backward()
         optimizer.step()
         schedule.step()
+    return head  # type: ignore[no-any-return]
 
 
 def misread(method: str, **changes: Any) -> Any:

@@ -8,18 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from overfitted_block import trained
+from programs import status
 from published import assert_equal
 from rigged import BLOCK
 from safetensors.torch import load_file, save_file
 from test_block_layouts import FIRST, FORMS, save_head
 from test_eagle3_layouts import save_target
-from test_vllm import PYTHON
+from test_vllm import PYTHON, ROOT
 from torch import Tensor
 
-from drafters.hub.checkpoint import load_checkpoint
+import eval.parity
+from drafters import TargetModel, generate, make_drafter
+from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import export
 from drafters.methods import drafter_class
+from drafters.methods.dflash import BlockOptions
 from drafters.model.draft_head import draft_ids
+from eval.figures.certificate import begun
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 CONTEXT, ROWS = 9, BLOCK["block_size"]
@@ -91,3 +97,23 @@ def compare(
         assert ("confidence" in result) == given.confidence_head
         if given.confidence_head:
             assert_equal(result["confidence"], head.confidence(states, inputs["previous"]).sigmoid())
+
+
+def test_the_acceptance_trained_is_the_acceptance_served(tmp_path: Path) -> None:
+    """Catches positions or slots of its runner that its classes do not show. It takes minutes: vLLM compiles."""
+    path = ROOT / "checkpoints" / "stdlib-target"
+    target = TargetModel.from_pretrained(str(path), "float32", "cpu")
+    starts = torch.tensor(begun(target, 8, 16, seed=0))  # those that the program begins with
+    new = generate(target, make_drafter("autoregressive", target), starts, max_new_tokens=40, eos_token_id=[]).tokens
+    options = {"block_size": 8, "mask_token_id": 0, "taps": [2, 3, 6, 9], "layers": 1, "layout": "fill-in"}
+    ids = new.unique()
+    options |= {"draft_vocab_size": len(ids)}
+    given: Any = BlockOptions(**options)
+    head = trained(target, given, torch.cat([starts, new], dim=1), 16, ids, steps=20)
+    save_checkpoint(tmp_path / "head", head, make_config("dflash", options, target))
+    line = ["--checkpoint", tmp_path / "head", "--target", path, "--engine", "vllm", f"python={PYTHON}"]
+    line += ["target.dtype=float32", "target.device=cpu", "count=8", "max_new_tokens=32", f"out={tmp_path / 'out'}"]
+    assert status(eval.parity.main, *line) == 0
+    as_loaded = json.loads((tmp_path / "out" / "parity.json").read_text())["readings"][0]
+    assert as_loaded["tau"]["value"] > 1.5  # so that there is something to compare
+    assert as_loaded["alike"]["value"] > 0.9
