@@ -109,7 +109,7 @@ def test_the_acceptance_trained_is_the_acceptance_served(tmp_path: Path) -> None
     ids = new.unique()
     options |= {"draft_vocab_size": len(ids)}
     given: Any = BlockOptions(**options)
-    head = trained(target, given, torch.cat([starts, new], dim=1), 16, ids, steps=20)
+    head = trained(target, given, torch.cat([starts, new], dim=1), 16, ids, steps=40)
     save_checkpoint(tmp_path / "head", head, make_config("dflash", options, target))
     line = ["--checkpoint", tmp_path / "head", "--target", path, "--engine", "vllm", f"python={PYTHON}"]
     line += ["target.dtype=float32", "target.device=cpu", "count=8", "max_new_tokens=32", f"out={tmp_path / 'out'}"]
