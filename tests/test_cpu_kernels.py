@@ -206,5 +206,5 @@ def test_they_share_the_threads_of_torch() -> None:
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     loaded = {line[5] for line in lines if len(line) > 5}
     found = {path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp"))}
-    torchs = {path for path in found if path.startswith(str(Path(torch.__file__).parent))}
+    torchs = {path for path in found if path.startswith(str(Path(torch.__file__).resolve().parent))}
     assert {cpu_kernels._openmp()} == (torchs or found)

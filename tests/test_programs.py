@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 NO_FOLDER = "there is no folder|folders do not exist"
 # A program's arguments, besides those that all configs share, and what the last line says.
+EAGLE = "checkpoints/stdlib-eagle"
 MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.speed": [
         (["target.path=./none"], NO_FOLDER),
@@ -177,6 +178,13 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--data", "none.jsonl", "--out", "x"], "no data file at none.jsonl"),
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "features"], "holds files that no start has written"),
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--minutes", "0"], "minutes: .*greater than 0"),
+    ],
+    "train.calibrate": [
+        (["--checkpoint", "none", "--features", "features"], "none holds no config.json"),
+        (
+            ["--checkpoint", "checkpoints/stdlib-eagle", "--features", "features", "--temperature", "-1"],
+            "is -1.0; give 0",
+        ),
     ],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }

@@ -321,7 +321,7 @@ def _openmp() -> str:
     lines = maps.read_text().splitlines() if maps.exists() else []
     loaded = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
     found = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp"))]
-    torchs = str(Path(torch.__file__).parent)
+    torchs = str(Path(torch.__file__).resolve().parent)  # as in the maps, also where the environment is a link
     found.sort(key=lambda path: (not path.startswith(torchs), path))  # other packages (sentencepiece) bring their own
     if not found:
         raise ValueError("torch's OpenMP library, libgomp or libiomp5, was not found in this process")
