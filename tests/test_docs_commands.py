@@ -65,7 +65,10 @@ def test_the_command_is_understood(page: str, line: str, monkeypatch: pytest.Mon
         words = line.split()
         assert words[0] in OTHERS, line
         if words[0] == "make":
-            assert re.search(rf"^\.PHONY:.*\b{words[1]}\b", (ROOT / "Makefile").read_text(), re.M), line
+            words = line.partition("#")[0].split()
+            file, goals = (words[2], words[3:]) if words[1] == "-f" else ("Makefile", words[1:])
+            goal = next((word for word in goals if "=" not in word), "all")
+            assert re.search(rf"^\.PHONY:.*\b{goal}\b", (ROOT / file).read_text(), re.M), line
         return
     module, arguments = found
     arguments = [word for word in arguments if not word.endswith("=...")]
