@@ -84,7 +84,7 @@ def _costs_table(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
         forms = [row.get(form) for form in FORMS]
-        chain, _, _ = forms
+        chain = row.get("chain")
         lines.append(
             [
                 row["drafter"],

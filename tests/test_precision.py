@@ -67,7 +67,7 @@ def test_which_cpus_are_fast_in_bf16(
 def test_which_cpus_train_in_bf16(
     machine: str, level: str, amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches training in bf16 on AVX-512 BF16 without AMX, which takes half as long again as float32."""
+    """Catches training in bf16 on AVX-512 BF16 without AMX, which takes 1.5 times as long as float32."""
     this_cpu(monkeypatch, machine, level, True, True, amx)
     assert precision.training_dtype(CPU) == dtype
 

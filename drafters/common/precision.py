@@ -23,8 +23,8 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 def training_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of ``precision: auto``: as ``fast_dtype``, but on an x86 CPU bf16 only with AMX.
 
-    Decoding reads weights, so half as many bytes are faster. Training multiplies large matrices, which torch does 1.3
-    to 1.9 times as fast in float32 as with the instructions of AVX-512 BF16.
+    The time of decoding is that of reading weights, and bf16 has half the bytes. The time of training is that of
+    products of large matrices: with AVX-512 BF16 alone torch needs 1.3 to 1.9 times as long as in float32.
     """
     fast = fast_dtype(device)
     slower = device.type == "cpu" and _is_x86() and not torch.cpu._is_amx_tile_supported()

@@ -36,6 +36,7 @@ from drafters.layouts.released import block_method, in_one_dtype
 from drafters.layouts.state_heads import (
     architecture_of,
     layer_keys,
+    loaded_by,
     problems,
     served_text,
     speculators_keys,
@@ -78,10 +79,8 @@ def form(
     found = with_draft_vocabulary(in_one_dtype(weights), target.vocab_size)
     config = _config(to, options, target, dtype_name(found["fc.weight"].dtype), origin)
     refused = check_head(config, renamed(found), target, checkpoint)
-    without = no_target(to, target.model_type)
-    told = [] if without is None else [f"{READERS[to]} cannot serve this today: {without}; the folder has its layout"]
-    able = [one for one in READERS if refused[one] is None and (one == to or not no_target(one, target.model_type))]
-    return Form(config, found, None, tuple(able), told, options.slots)
+    able, told = loaded_by(to, refused, {one: no_target(one, target.model_type) for one in READERS})
+    return Form(config, found, None, able, told, options.slots)
 
 
 def method_of(options: BlockOptions) -> str:

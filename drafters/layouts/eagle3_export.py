@@ -30,6 +30,7 @@ from drafters.layouts.released import in_one_dtype
 from drafters.layouts.state_heads import (
     architecture_of,
     layer_keys,
+    loaded_by,
     problems,
     served_text,
     speculators_keys,
@@ -83,11 +84,8 @@ def form(
     load_state(Eagle3Head(target, options), weights, checkpoint)
     config, found = exported(to, in_one_dtype(weights), options, target, origin)
     refused = check_head(config, renamed(found), target, checkpoint)
-    told = notices(to, options, target)
-    if (without := no_target(to, target.model_type)) is not None:
-        told.insert(0, f"{READERS[to]} cannot serve this today: {without}; the folder has its layout")
-    able = [one for one in READERS if refused[one] is None and (one == to or not no_target(one, target.model_type))]
-    return Form(config, found, None, tuple(able), told)
+    able, told = loaded_by(to, refused, {one: no_target(one, target.model_type) for one in READERS})
+    return Form(config, found, None, able, told + notices(to, options, target))
 
 
 def exported(

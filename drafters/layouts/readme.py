@@ -116,12 +116,14 @@ def vllm(given: Exported) -> str:
 
 def sglang(given: Exported) -> str:
     """How SGLang serves it."""
+    if given.method in ("dflash", "dspark"):
+        draft = f"--speculative-num-draft-tokens {given.steps + 1}"  # with the anchor
+    else:
+        draft = f"--speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
     lines = [
         f"python -m sglang.launch_server --model-path {given.target}",
         f"    --speculative-algorithm {given.method.upper()} --speculative-draft-model-path {given.out}",
-        f"    --speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
-        if given.method not in ("dflash", "dspark")
-        else f"    --speculative-num-draft-tokens {given.steps + 1}",  # with the anchor
+        f"    {draft}",
     ]
     lines += [] if given.hot is None else [f"    --speculative-token-map {given.out / HOT_TOKENS}"]
     text = "## SGLang\n\n```sh\n" + " \\\n".join(lines) + "\n```"

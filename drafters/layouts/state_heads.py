@@ -296,6 +296,21 @@ def problems(
     return found
 
 
+def loaded_by(
+    to: str, refused: Mapping[str, str | None], no_target: Mapping[str, str | None]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The programs that load a head in the form of ``to``, and a notice if ``to`` cannot run its target.
+
+    Args:
+        refused: for each program, why it does not serve the head; None if it does. no_target: why it cannot run the
+            target beside such a head.
+    """
+    able = tuple(one for one in READERS if refused[one] is None and (one == to or no_target[one] is None))
+    if no_target[to] is None:
+        return able, []
+    return able, [f"{READERS[to]} cannot serve this today: {no_target[to]}; the folder has its layout"]
+
+
 def served_text(
     folder: Path,
     noun: str,
