@@ -1,4 +1,7 @@
-"""True features of committed tokens that a head has not taken in yet: steps without a draft of its own add to them."""
+"""What a head that reads the target's states keeps between steps: its cache, and features that it has not taken in yet.
+
+Steps without a draft of its own add to those features.
+"""
 
 from typing import Any
 
