@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import nursery
 import pytest
 import tiny_run
@@ -22,10 +23,12 @@ from chat_formats import dialogue
 
 import train.start
 from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
+from data_prep.dialogues.loss_mask import MaskedTokens
 from drafters.config import validate
+from drafters.methods import drafter_class
 from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
-from train.configs import StartConfig
-from train.plan.configs import page_text, values_of
+from train.configs import StartConfig, schema_of
+from train.plan.configs import mask_token, page_text, values_of
 from train.plan.facts import Data, Machine, Model, Rates, look_at_model
 from train.plan.steps import Plan, Planner
 from train.plan.write import script
@@ -226,6 +229,45 @@ def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tm
     assert lines["train"][0].startswith("deepspeed ")
     on_both = [*lines["answers"], *lines["features"]]
     assert all(line.startswith("torchrun --standalone --nproc-per-node 2 -m data_prep.") for line in on_both)
+
+
+def other(model: Model, **changes: Any) -> Model:
+    """The model with another configuration."""
+    return replace(model, config=type(model.config)(**{**model.config.to_dict(), **changes}))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
+def test_heads_of_several_states(method: str, model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches features without the states that the head reads, a key or an option that it does not have, and a
+    vocabulary of its LM head that decoding would change."""
+    large = other(model, vocab_size=100_000, num_hidden_layers=8)
+    for target, vocabulary in (other(model, num_hidden_layers=8), None), (large, 16_384):
+        made = plan(target, monkeypatch, tmp_path, method=method)
+        config = validate(schema_of(method), values_of(made.files[f"{method}.yaml"]), "the training")
+        config = config.settled(lambda: 8)
+        assert config.taps and values_of(made.files["features.yaml"])["exit_layers"] == list(config.taps)
+        assert (config.draft_vocab, config.loss_vocab) == (vocabulary, None)
+        rows = values_of(made.files["speed.yaml"])["drafters"]
+        options = drafter_class(method).options.model_fields
+        assert len(rows) == 5
+        assert all(set(row) - {"label", "drafter", "checkpoint"} <= set(options) for row in rows[2:4])
+    made = plan(large, monkeypatch, tmp_path, method=method, minutes=20)
+    assert values_of(made.files[f"{method}.yaml"])["draft_vocab"] == 4096
+
+
+def test_the_mask_token_is_one_that_texts_lack(model: Model) -> None:
+    """Catches an end of turn or a token of the dialogues in the place of DFlash's mask token."""
+    tokenizer = model.chat.tokenizer
+    data = Data("data.jsonl", 10, 10, 100, 50, False, "", 1.0)
+    larger, full = (other(model, vocab_size=len(tokenizer) + more) for more in (3, 0))
+    assert mask_token(larger, data)[0] == len(tokenizer)
+    special = tokenizer.convert_tokens_to_ids(sorted(model.chat.special_tokens))
+    lacked = next(token for token in special if token != tokenizer.eos_token_id)
+    others = np.array([token for token in special if token != lacked])
+    assert mask_token(full, replace(data, some=[MaskedTokens(others, others > 0)]))[0] == lacked
+    every = np.array(special)
+    with pytest.raises(ValueError, match="give --method eagle3"):
+        mask_token(full, replace(data, some=[MaskedTokens(every, every > 0)]))
 
 
 def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path, data: Path, tmp_path: Path) -> None:

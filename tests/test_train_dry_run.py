@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from data_prep.configs import FeaturesConfig
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of
+from train.core.block_config import DFlashConfig
 from train.core.config import TrainConfig
 from train.preflight import estimate
 from train.preflight.dry_run import Report, check_model, dry_run
@@ -193,9 +194,10 @@ def test_parameters_of_the_papers() -> None:
 
 
 def held_recipes() -> list[Any]:
-    """All recipes. The steps of EAGLE-3 take long to trace, so that make test has one of its recipes."""
+    """All recipes. EAGLE-3's steps and blocks take long to trace, so that make test has one recipe of each."""
     files = recipes.recipes()
-    long = [file for file in files if file.parent.name == "eagle3" and "llama" not in file.stem]
+    held = {("eagle3", "llama3.1-8b-instruct"), ("dflash", "gpt-oss-20b"), ("dspark", "qwen3-4b")}
+    long = [file for file in files if file.parent.name in dict(held) and (file.parent.name, file.stem) not in held]
     return [pytest.param(file, marks=pytest.mark.long) if file in long else file for file in files]
 
 
@@ -216,12 +218,20 @@ def test_every_model_has_its_recipes() -> None:
     wanted = {"vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-7b-chat", "llama2-13b-chat", "llama2-70b-chat"}
     wanted |= {"mixtral-8x7b-instruct", "llama3.1-8b-instruct", "qwen3-8b"}
     assert {file.stem for file in recipes.recipes() if file.parent.name == "eagle"} == wanted
+    blocks = {(kind, name) for kind in ("dflash", "dspark") for name in ("qwen3-4b", "qwen3-8b", "gpt-oss-20b")}
+    blocks |= {(kind, "llama3.1-8b-instruct") for kind in ("dflash", "dspark")}
+    assert blocks == {(f.parent.name, f.stem) for f in recipes.recipes() if f.parent.name in ("dflash", "dspark")}
     files = (ROOT / "configs" / "features").glob("*-sharegpt.yaml")
     made = {each.out: each for each in (load_config(FeaturesConfig, file) for file in files)}
     for file in recipes.recipes():
         config = load_config(schema_of(file.parent.name), file)
         if config.features == "online":
-            assert config.drafter == "eagle3" and config.taps == ()  # the target's depth decides
+            assert config.drafter in ("eagle3", "dflash", "dspark")
+            assert config.taps == ()  # the target's depth decides
+            if isinstance(config, DFlashConfig):
+                assert (config.learning_rate, config.layers, config.anchors) == (6e-4, 5, 512)
+                shape = json.loads((ROOT / "configs" / "shapes" / f"{file.stem}.json").read_text())
+                assert config.mask_token_id < shape["vocab_size"]
             continue
         source = made[str(config.features)]
         assert (source.target, source.revision) == (config.target, config.revision)

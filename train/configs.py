@@ -98,6 +98,7 @@ class Eagle3Config(TrainConfig):
     """
 
     drafter: ClassVar[str] = "eagle3"
+    has_recipe: ClassVar[bool] = True
     sizes_lm_head: ClassVar[bool] = True
 
     tap_layers: list[Layers] | None = Field(

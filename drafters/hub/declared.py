@@ -64,7 +64,7 @@ class Recipe:
 
     Attributes:
         learning_rate: of the paper; targets of up to 1,024 hidden states get the rate measured here.
-        small: keys of the training's config for such targets.
+        keys: keys of the training's config. small: others for targets of up to 1,024 hidden states.
         short: keys for short runs on a CPU.
         rows: rows of the speed report by label, each with its options; the first is the method's default.
         certified: options with which every step has a draft, for the certificate of losslessness.
@@ -74,6 +74,7 @@ class Recipe:
 
     learning_rate: float
     rows: Mapping[str, Mapping[str, Any]]
+    keys: Mapping[str, Any] = field(default_factory=dict)
     small: Mapping[str, Any] = field(default_factory=dict)
     short: Mapping[str, Any] = field(default_factory=dict)
     certified: Mapping[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from drafters.config import Config, DraftLayer, DraftSize, Layers, LayerShape, V
 from drafters.drafting.block_tree import Marginals, Slots, fill, grow_likeliest
 from drafters.drafting.pending import PendingFeatures, StateReader
 from drafters.drafting.tree_plan import TreePlan, chain_plan, tree_plan
-from drafters.hub.declared import READERS, Layout
+from drafters.hub.declared import READERS, Layout, Recipe
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
@@ -126,6 +126,13 @@ class DFlashDrafter(StateReader):
         code="DFlashDraftModel.from_pretrained('{out}').spec_generate(target, input_ids, new_tokens, stop_token_ids)",
         note="`from dflash.model import DFlashDraftModel` (z-lab). The target is a model of transformers.",
         readers=tuple(READERS),
+    )
+    recipe: ClassVar[Recipe | None] = Recipe(
+        learning_rate=6.0e-4,
+        rows={"DFlash, auto": {"tree": "auto"}, "DFlash, chain of 3": {"tree": "chain", "depth": 3}},
+        small={"layers": 1, "block_size": 8, "anchor_share": 0.25},
+        short={"draft_vocab": 4096},
+        certified={"tree": "chain", "depth": 3},
     )
     max_batch = None
     follows = True

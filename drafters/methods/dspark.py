@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from drafters.config import Width, validate
 from drafters.drafting.block_tree import Slots, top_logit
-from drafters.hub.declared import READERS, Layout
+from drafters.hub.declared import READERS, Layout, Recipe
 from drafters.loop.state import DecodeState
 from drafters.methods.dflash import BlockOptions, DFlashDrafter
 from drafters.model.block_backbone import BlockBackbone
@@ -174,6 +174,13 @@ class DSparkDrafter(DFlashDrafter):
     options = DSparkOptions
     card_title = "DSpark head ([DSpark](https://arxiv.org/abs/2607.05147))"
     layout = Layout("a DSpark head", readers=tuple(name for name in READERS if name != "official"))
+    recipe = Recipe(
+        learning_rate=6.0e-4,
+        rows={"DSpark, auto": {"tree": "auto"}, "DSpark, chain of 3": {"tree": "chain", "depth": 3}},
+        small={"layers": 1, "anchor_share": 0.25},
+        short={"draft_vocab": 4096},
+        certified={"tree": "chain", "depth": 3},
+    )
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:

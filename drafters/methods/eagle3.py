@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Length, Vocabulary
-from drafters.hub.declared import READERS, Layout
+from drafters.hub.declared import READERS, Layout, Recipe
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import EagleDrafter, TreeOptions
 from drafters.model.cache import KVCache
@@ -209,7 +209,14 @@ class Eagle3Drafter(EagleDrafter):
         note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
         readers=tuple(READERS),
     )
-    recipe = None
+    recipe = Recipe(
+        learning_rate=5.0e-5,
+        rows={"EAGLE-3, auto": {"tree": "auto"}, "EAGLE-3, chain of 3": {"tree": "chain", "depth": 3}},
+        keys={"fc_norm": True, "norm_output": True, "lm_head_start": "target"},
+        small={"ttt_steps": 5},
+        short={"draft_vocab": 4096},
+        certified={"tree": "chain", "depth": 3},
+    )
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Eagle3Options) -> None:
         super().__init__(target, module, options)

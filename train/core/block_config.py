@@ -25,6 +25,8 @@ class DFlashConfig(TrainConfig):
     """
 
     drafter: ClassVar[str] = "dflash"
+    has_recipe: ClassVar[bool] = True
+    sizes_lm_head: ClassVar[bool] = True
 
     layout: Literal["fill-in", "anchor-first"] = Field(
         "fill-in", description="slot k of a block predicts the token k after the anchor, or (anchor-first) k + 1"

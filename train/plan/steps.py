@@ -73,7 +73,7 @@ class Planner:
         self.recipe: Recipe = kind.recipe
         # The trained drafter as an entry of eval's configs, and the rows of the report.
         self.entry: dict[str, Any] = {"drafter": self.method, "checkpoint": f"{self.out}/{self.method}"}
-        if not configs.small_vocabulary(model):
+        if not (configs.small_vocabulary(model) or schema_of(self.method).sizes_lm_head):
             self.entry["draft_vocab"] = FREQUENT
         if machine.device.type == "cpu" and machine.dtype == "bfloat16":
             self.entry["draft_dtype"] = "int8"  # half the LM head's bytes
@@ -116,9 +116,10 @@ class Planner:
             why = "computed while it trains: the disk is too small for them"
             data = {**self.files, "max_length": self.model.longest, "target_batch_tokens": FORWARD}
             source = {"features": Noted("online", why), "data": data | self.limit()}
-        given = self.method, self.recipe, self.model, self.machine, self.out, source, max(minutes, 0.01)
+        given = self.method, self.recipe, self.model, self.data, self.machine, self.out, source, max(minutes, 0.01)
         page = configs.training(*given)
-        return validate(schema_of(self.method), configs.values_of(page), f"{self.method}.yaml"), page
+        config = validate(schema_of(self.method), configs.values_of(page), f"{self.method}.yaml")
+        return config.settled(lambda: self.model.config.num_hidden_layers), page
 
     def training_rate(self, config: TrainConfig) -> float:
         """Tokens/s of training, measured in a few steps on random numbers."""
