@@ -1,5 +1,6 @@
 """train/eagle3.py: what is its own; the loop is tested with EAGLE."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters import TargetModel, generate, load_drafter
+from drafters.layouts.convert import convert
+from drafters.layouts.export import export
 from drafters.methods.eagle3 import Eagle3Drafter
 from train.core.task import make_task
 from train.data.packing import collate
@@ -21,6 +24,7 @@ from train.run.inputs import open_inputs
 TAPS = (tiny_run.TAP,)
 BF16: dict[str, Any] = {"own_lm_head": False, "precision": "bf16"}
 NEWER: dict[str, Any] = {"fc_norm": True, "norm_output": True, "layer": "qwen3"}
+NORMS: dict[str, Any] = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
 LEARNING = {"steps": 30, "warmup_steps": 5, "tau_every": 30, "tau_new_tokens": 8}
 LEARNS = [NEWER | {"draft_vocab": 60, "sliding_window": 8}, pytest.param(BF16, marks=pytest.mark.long)]
 
@@ -134,6 +138,28 @@ def test_the_default_states(settings: dict[str, Any], features: Path) -> None:
         tiny_run.train_here("eagle3", settings | {"tap_layers": [1]})
     config = tiny_run.read("eagle3", settings | {"tap_layers": None}).settled(lambda: 32)
     assert config.taps == (2, 16, 29)
+
+
+def test_an_imported_head_to_begin_with(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
+    """Catches a head of another program that is refused for keys that its import leaves out as defaults, and flags and
+    states that its weights' shapes do not show: it would be trained as another head."""
+    trained, imported = settings | NORMS | {"steps": 1}, tmp_path / "imported"
+    tiny_run.train_here("eagle3", trained)
+    export(settings["out"], "speculators", tmp_path / "theirs")
+    convert(str(tmp_path / "theirs"), target.name, imported)
+    further = trained | {"init_from": str(imported), "out": str(tmp_path / "further"), "learning_rate": 1e-9}
+    for flag in ("norm_before_residual", "norm_output"):
+        with pytest.raises(ValueError, match=f"the head in .*imported has {flag}: true, and .* set {flag}=true, or"):
+            tiny_run.train_here("eagle3", further | {flag: False, "out": str(tmp_path / flag)})
+    tiny_run.train_here("eagle3", further)
+    before, after = (load_drafter(run["out"], target).module.state_dict() for run in (trained, further))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weights, after[name]) for name, weights in before.items())
+    file = imported / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"drafter": config["drafter"] | {"taps": [0]}}))
+    with pytest.raises(ValueError, match=r"tap_layers: \[0\], and .* tap_layers: \[2\]; set tap_layers=\[0\], or"):
+        tiny_run.train_here("eagle3", further | {"out": str(tmp_path / "other")})
 
 
 @pytest.mark.parametrize(

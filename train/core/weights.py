@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from drafters.config import validate
 from drafters.hub.checkpoint import (
     FORMAT_VERSION,
     BaseHead,
@@ -22,7 +24,9 @@ from train.core.lora import copy_weights, load_base, save_adapter, with_lora
 if TYPE_CHECKING:
     from train.core.task import Task
 
-SHAPES = (("inputs", None), ("fc_bias", None), ("layer", "target"))  # keys of a head, and the value of older heads
+# Options of a head that the shapes of its weights need not show, and those whose key in a training has another name.
+UNSEEN = ("inputs", "fc_bias", "layer", "taps", "norm_before_residual", "norm_output")
+KEYS = {"taps": "tap_layers"}
 
 
 def init_from(task: Task, checkpoint: str) -> None:
@@ -43,12 +47,14 @@ def init_from(task: Task, checkpoint: str) -> None:
             f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
             f"{config.drafter!r}; name one of these"
         )
-    for key, older in SHAPES:
-        theirs, ours = (options.get(key, older) for options in (found["drafter"], task.drafter_config()))
-        if theirs != ours:  # the weights may have the same shapes
+    read, made = (validate(task.drafter.options, o, checkpoint) for o in (found["drafter"], task.drafter_config()))
+    for name in UNSEEN:
+        key = KEYS.get(name, name)
+        theirs, ours = (_typed(getattr(options, name, None)) for options in (read, made))
+        if theirs != ours:
             raise ValueError(
-                f"init_from: the head in {checkpoint} has {key}: {theirs or 'the default'}, and this trains one "
-                f"with {key}: {ours or 'the default'}; set the same, or another init_from"
+                f"init_from: the head in {checkpoint} has {key}: {theirs}, and this trains one with {key}: {ours}; "
+                f"set {key}={theirs}, or another init_from"
             )
     ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
     if config.lora is None:
@@ -60,6 +66,11 @@ def init_from(task: Task, checkpoint: str) -> None:
     plain = task.drafter.build_module(task.ends.config, task.drafter_config())
     load_state(plain, weights, source)
     load_base(task.module, plain.state_dict())
+
+
+def _typed(value: object) -> str:
+    """``value`` as ``key=value`` on a command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
