@@ -1,8 +1,6 @@
 """Our DFlash and DSpark exports in vLLM's own classes, where that is installed (make engines)."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,11 @@ from overfitted_block import trained
 from programs import status
 from published import assert_equal
 from rigged import BLOCK
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_block_layouts import FIRST, FORMS, save_head
 from test_eagle3_layouts import save_target
 from test_vllm import PYTHON, ROOT
+from test_vllm_eagle3 import case, served_by_its_class
 from torch import Tensor
 
 import eval.parity
@@ -50,19 +49,8 @@ def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Pa
         inputs = {"states": torch.randn(CONTEXT, count * target.hidden_size)}
         inputs |= {"embeddings": torch.randn(ROWS, target.hidden_size)}
         inputs |= {"previous": torch.randint(target.vocab_size, (ROWS,))}
-        save_file(inputs, tmp_path / f"inputs-{number}.safetensors")
-        paths = {"inputs": tmp_path / f"inputs-{number}.safetensors", "out": tmp_path / f"result-{number}.safetensors"}
-        cases.append({"folder": str(tmp_path / f"out-{number}"), "target": target.name, "method": method}
-                     | {key: str(path) for key, path in paths.items()})  # fmt: skip
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    run = subprocess.run(
-        [PYTHON, Path(__file__).with_name("vllm_block_class.py"), tmp_path / "cases.json"],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"states"')]
-    assert len(told) == len(CASES)
+        cases.append(case(tmp_path, number, target.name, inputs, method=method))
+    told = served_by_its_class("vllm_block_class.py", tmp_path, cases)
     for number, (name, found) in enumerate(zip(CASES, told, strict=True)):
         config, weights = load_checkpoint(tmp_path / f"head-{number}")
         kind: Any = drafter_class(config["drafter_type"])

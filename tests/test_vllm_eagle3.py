@@ -12,6 +12,7 @@ from published import assert_equal
 from safetensors.torch import load_file, save_file
 from test_eagle3_layouts import FORMS, USUAL, V31, save_head, save_target
 from test_vllm import PYTHON
+from torch import Tensor
 
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.export import export
@@ -20,6 +21,7 @@ from drafters.model.draft_head import draft_ids
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 LONG = 9
+FILES = {"inputs": "inputs", "out": "result"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "official": ("official", FORMS["official"]),
     "qwen3, two layers, four states": ("vllm", FORMS["vllm"]),
@@ -33,6 +35,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def served_by_its_class(program: str, folder: Path, cases: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """What a program for vLLM's Python tells of each case; their ``out`` files are written."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run = subprocess.run(
+        [PYTHON, Path(__file__).with_name(program), folder / "cases.json"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"states"')]
+    assert len(told) == len(cases)
+    return told
+
+
+def case(folder: Path, number: int, target: str, inputs: dict[str, Tensor], **more: str) -> dict[str, str]:
+    """A case of that program, with its inputs written: the head exported to ``out-<number>``."""
+    paths = {kind: str(folder / f"{name}-{number}.safetensors") for kind, name in FILES.items()}
+    save_file(inputs, paths["inputs"])
+    return {"folder": str(folder / f"out-{number}"), "target": target, **paths, **more}
+
+
 def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Path) -> None:
     """Catches a name that it leaves random, a window that it does not see, a norm, a residual or feedback at another
     place, draft ids mapped otherwise, and states of the target one layer apart: it serves all of these without a word.
@@ -44,19 +67,8 @@ def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Pa
         count = len(options.get("taps", USUAL))
         inputs = {"states": torch.randn(LONG, count * target.hidden_size)}
         inputs |= {"embeddings": torch.randn(LONG, target.hidden_size)}
-        save_file(inputs, tmp_path / f"inputs-{number}.safetensors")
-        paths = {"inputs": tmp_path / f"inputs-{number}.safetensors", "out": tmp_path / f"result-{number}.safetensors"}
-        cases.append({"folder": str(tmp_path / f"out-{number}"), "target": target.name}
-                     | {key: str(path) for key, path in paths.items()})  # fmt: skip
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    run = subprocess.run(
-        [PYTHON, Path(__file__).with_name("vllm_class.py"), tmp_path / "cases.json"],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"states"')]
-    assert len(told) == len(CASES)
+        cases.append(case(tmp_path, number, target.name, inputs))
+    told = served_by_its_class("vllm_class.py", tmp_path, cases)
     for number, (name, found) in enumerate(zip(CASES, told, strict=True)):
         config, weights = load_checkpoint(tmp_path / f"head-{number}")
         given = Eagle3Options(**config["drafter"])

@@ -12,10 +12,6 @@ The attention, which vLLM computes from the cache of an engine, is torch's here:
 projects from the context, then those of the block.
 """
 
-import json
-import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -64,13 +60,10 @@ class Kept:
 def run(case: dict[str, str]) -> dict[str, object]:
     """Load one head and compute."""
     from vllm.config import SpeculativeConfig, set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
     from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
-    arguments = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
-    config = EngineArgs(model=case["target"], **arguments).create_engine_config()
+    config = vllm_class.engine_config(case["target"])
     config.speculative_config = SpeculativeConfig(  # set here: on a CPU vLLM has no runner for DSpark, and refuses it
         method=case["method"],
         model=case["folder"],
@@ -82,12 +75,7 @@ def run(case: dict[str, str]) -> dict[str, object]:
     given = load_file(case["inputs"])
     count, rows = len(given["states"]), len(given["embeddings"])
     with set_current_vllm_config(config), torch.no_grad():
-        model = initialize_model(config, model_config=draft)
-        for weight in model.parameters():
-            weight.fill_(float("nan") if weight.is_floating_point() else -1)
-        model.load_weights(iter(load_file(f"{case['folder']}/model.safetensors").items()))
-        left = [name for name, weight in model.named_parameters() if (weight.isnan() | (weight == -1)).any()]
-        process_weights_after_loading(model, draft, torch.device("cpu"))
+        model, left = vllm_class.loaded(config, draft, case["folder"])
         blocks = model.get_draft_attn_causal()
         assert len({*blocks}) == 1
         causal["blocks"] = blocks[0]
@@ -120,18 +108,7 @@ def run(case: dict[str, str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    from vllm.distributed import parallel_state
-    from vllm.model_executor.layers.attention.attention import Attention
-
-    assert vllm_class.os.environ["VLLM_CPU_KVCACHE_SPACE"]
-    Attention.forward = attend
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
     DFlashQwen3Model._normalize_context_k = norm_each_layer
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        parallel_state.initialize_model_parallel(backend="gloo")
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        print(json.dumps(run(case)), flush=True)
+    vllm_class.main(run, attend)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.dialogues.messages import Message
 from drafters.hub.declared import Recipe
 from train.configs import schema_of
 from train.plan.facts import Data, Machine, Model
@@ -105,13 +106,15 @@ def mask_token(model: Model, data: Data) -> tuple[int, str]:
     tokenizer = model.chat.tokenizer
     if len(tokenizer) < model.config.vocab_size:
         return len(tokenizer), "an embedding without a token, so no text has it"
-    found = {int(token) for one in data.some for token in np.unique(one.input_ids)}
+    turns: list[Message] = [{"role": role, "content": "Hello."} for role in ("user", "assistant")]
+    printed = model.chat.tokenize([model.chat.render(turns)])  # the template's own tokens, if nothing was sampled
+    found = {int(token) for one in [*printed, *data.some] for token in np.unique(one.input_ids)}
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id]
     special = tokenizer.convert_tokens_to_ids(sorted(model.chat.special_tokens))
     for token in [*named, *special]:
         if token is not None and token not in found and token != tokenizer.eos_token_id:
             text = tokenizer.convert_ids_to_tokens(token)
-            return token, f"{text}, a special token that {len(data.some)} sampled dialogues lack"
+            return token, f"{text}, a special token that the sampled dialogues lack"
     raise ValueError(
         f"block drafters need a token that texts lack, and the sampled dialogues have all special tokens of "
         f"{model.name}; give --method eagle3"
