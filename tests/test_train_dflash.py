@@ -249,6 +249,15 @@ def test_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("change", [{"layout": "anchor-first"}, {"mask_token_id": 3}, {"causal": True}])
+def test_another_head_to_begin_with(settings: dict[str, Any], tmp_path: Path, change: dict[str, Any]) -> None:
+    """Catches a block whose weights fit and mean something else: it would be trained from noise."""
+    tiny_run.train_here("dflash", settings | {"steps": 1})
+    further = settings | {"steps": 1, "init_from": str(settings["out"]), "out": str(tmp_path / "further")}
+    with pytest.raises(ValueError, match=f"; set {next(iter(change))}=.*, or another init_from"):
+        tiny_run.train_here("dflash", further | change)
+
+
 def test_a_dry_run(settings: dict[str, Any]) -> None:
     """Catches an estimate that cannot be traced, and one without the anchors."""
     report = dry_run(tiny_run.read("dflash", settings), tiny_run.arguments(measure=True))
