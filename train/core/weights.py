@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from train.core.task import Task
 
 # Options of a head that the shapes of its weights need not show, and those whose key in a training has another name.
-UNSEEN = ("inputs", "fc_bias", "layer", "taps", "norm_before_residual", "norm_output")
-UNSEEN += ("layout", "mask_token_id", "causal")
+UNSEEN = "inputs fc_bias layer taps norm_before_residual norm_output layout mask_token_id causal".split()
 KEYS = {"taps": "tap_layers"}
 
 
