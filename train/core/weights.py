@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from train.core.task import Task
 
 # Options of a head that the shapes of its weights need not show, and those whose key in a training has another name.
-UNSEEN = "inputs fc_bias layer taps norm_before_residual norm_output layout mask_token_id causal".split()
+UNSEEN = {"inputs", "fc_bias", "layer", "taps", "norm_before_residual", "norm_output"}
+UNSEEN |= {"layout", "mask_token_id", "causal"}
 KEYS = {"taps": "tap_layers"}
 
 
@@ -48,7 +49,7 @@ def init_from(task: Task, checkpoint: str) -> None:
             f"{config.drafter!r}; name one of these"
         )
     read, made = (validate(task.drafter.options, o, checkpoint) for o in (found["drafter"], task.drafter_config()))
-    for name in UNSEEN:
+    for name in sorted(UNSEEN):
         key = KEYS.get(name, name)
         theirs, ours = (_typed(getattr(options, name, None)) for options in (read, made))
         if theirs != ours:
