@@ -77,7 +77,8 @@ def test_nothing_is_tuned_on_what_is_measured() -> None:
         if prompts is None:
             assert "tune.jsonl" not in text, f"{file} reads the prompts kept for tuning"
         else:
-            (tuned if file.is_relative_to(CONFIGS / "tune") else measured).add(Path(prompts["file"]).name)
+            source = prompts.get("file") or prompts["suite"]
+            (tuned if file.is_relative_to(CONFIGS / "tune") else measured).add(Path(source).name)
     assert tuned == {"tune.jsonl"} and "heldout.jsonl" in measured and not tuned & measured
 
 
