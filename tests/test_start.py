@@ -256,7 +256,7 @@ def test_heads_of_several_states(method: str, model: Model, monkeypatch: pytest.
 
 
 def test_the_mask_token_is_one_that_texts_lack(model: Model) -> None:
-    """Catches an end of turn or a token of the dialogues in the place of DFlash's mask token."""
+    """Catches a mask token that ends turns, or that the dialogues have: blocks would be trained to take it for text."""
     tokenizer = model.chat.tokenizer
     data = Data("data.jsonl", 10, 10, 100, 50, False, "", 1.0)
     larger, full = (other(model, vocab_size=len(tokenizer) + more) for more in (3, 0))

@@ -21,7 +21,6 @@ from drafters.model.draft_head import draft_ids
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 LONG = 9
-FILES = {"inputs": "inputs", "out": "result"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "official": ("official", FORMS["official"]),
     "qwen3, two layers, four states": ("vllm", FORMS["vllm"]),
@@ -51,9 +50,9 @@ def served_by_its_class(program: str, folder: Path, cases: list[dict[str, str]])
 
 def case(folder: Path, number: int, target: str, inputs: dict[str, Tensor], **more: str) -> dict[str, str]:
     """A case of that program, with its inputs written: the head exported to ``out-<number>``."""
-    paths = {kind: str(folder / f"{name}-{number}.safetensors") for kind, name in FILES.items()}
-    save_file(inputs, paths["inputs"])
-    return {"folder": str(folder / f"out-{number}"), "target": target, **paths, **more}
+    given, out = (str(folder / f"{kind}-{number}.safetensors") for kind in ("inputs", "result"))
+    save_file(inputs, given)
+    return {"folder": str(folder / f"out-{number}"), "target": target, "inputs": given, "out": out, **more}
 
 
 def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from train.core.lora import copy_weights, load_base, save_adapter, with_lora
 if TYPE_CHECKING:
     from train.core.task import Task
 
-# Options of a head that the shapes of its weights need not show, and those whose key in a training has another name.
+# Options of a head that its weights' shapes need not show; KEYS: a training's names for them, where they differ.
 UNSEEN = {"inputs", "fc_bias", "layer", "taps", "norm_before_residual", "norm_output"}
 UNSEEN |= {"layout", "mask_token_id", "causal"}
 KEYS = {"taps": "tap_layers"}
