@@ -107,6 +107,26 @@ def test_anchors(settings: dict[str, Any]) -> None:
     assert len(share.choose(batch, 1).anchors[0]) == -(-int(batch.shifted(batch.loss_mask, 1)[0, :30].sum()) // 2)
 
 
+def test_answers_are_drafted_from_trained_anchors(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches --overfit judging the first tokens of a second answer from anchors in the question, which no loss trains
+    and no decoding starts from."""
+    task, batch = made(settings, 8)  # two turns
+    anchors, wanted = batch.shifted(batch.loss_mask, 1)[0], batch.loss_mask[0].nonzero()[:, 0]
+    wanted = wanted[wanted > 0]
+    chosen: list[Any] = []
+    pairs = type(task).pairs
+
+    def noted(self: Any, module: Any, given: Any) -> Any:
+        chosen.append(given)
+        return pairs(self, module, given)
+
+    monkeypatch.setattr(type(task), "pairs", noted)
+    task.answers(task.module, batch, wanted)
+    (own,) = chosen[0].anchors
+    assert anchors[own].all() and len(own) < len(wanted)
+    assert torch.equal(torch.tensor(own)[chosen[0].places // task.slots] + 1 + chosen[0].places % task.slots, wanted)
+
+
 LOSSES = [
     {"layer": "llama", "position_weights": "uniform", "causal": True},
     {"layout": "anchor-first", "target_weight": 1.5, "token_weight": 0.5, "classification_loss": "total_variation"},

@@ -32,6 +32,7 @@ from train.core.attention import Blocks, take_dialogues
 from train.core.losses import Pairs, TextTokens
 from train.core.task import Ratio, Task, mean, target_states, text_tokens
 from train.data.packing import Batch, Source
+from train.watch.heldout import answer_positions
 
 DESCRIBED = 1000  # dialogues that ``describe`` reads
 
@@ -233,9 +234,11 @@ class DFlashTask(Task):
         return config.target_weight * each.sum()
 
     def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
-        """Neighbouring ``tokens`` are drafted from neighbouring slots, so that all slots draft some."""
+        """Neighbouring ``tokens`` are drafted from neighbouring slots, so that all slots draft some. An anchor is at
+        the last token before an answer, or in it: no others are trained or decoded."""
         slots, wanted = self.slots, tokens.cpu()
-        slot = torch.arange(len(wanted)) % slots
+        before = answer_positions(batch.loss_mask, batch.segments)[0, tokens].cpu()
+        slot = torch.minimum(torch.arange(len(wanted)) % slots, before.clamp_min(0))
         slot = torch.minimum(slot, wanted - 1)  # no anchor before the dialogue
         anchors, block = (wanted - 1 - slot).unique(return_inverse=True)
         places = (block * slots + slot).to(tokens.device)
