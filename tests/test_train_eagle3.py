@@ -18,7 +18,7 @@ from drafters.layouts.export import export
 from drafters.methods.eagle3 import Eagle3Drafter
 from train.core.task import make_task
 from train.data.packing import collate
-from train.run.files import read_metrics
+from train.run.files import check_run_folder, read_metrics
 from train.run.inputs import open_inputs
 
 TAPS = (tiny_run.TAP,)
@@ -53,6 +53,15 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     with pytest.warns(UserWarning, match="trained on 3 steps"):
         load_drafter(str(out), target, tree="chain", depth=4)
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
+
+
+def test_taps_that_the_target_decides_are_those_of_the_run(settings: dict[str, Any]) -> None:
+    """Catches a run without ``tap_layers`` that cannot be resumed, because it recorded those of the target's depth."""
+    tiny_run.train_here("eagle3", settings | {"steps": 1})
+    unsaid = check_run_folder(tiny_run.read("eagle3", settings | {"tap_layers": None, "steps": 1}), resume=True)
+    assert unsaid.taps == TAPS
+    with pytest.raises(ValueError, match=r"tap_layers was \[2\], is \[3\]"):
+        check_run_folder(tiny_run.read("eagle3", settings | {"tap_layers": [3], "steps": 1}), resume=True)
 
 
 LOSSES = [

@@ -137,7 +137,8 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
     optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
     before = _by_key(optional | config.older | read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
-    settled = {key: before[key] for key, value in now.items() if value == "auto" and key in before}
+    left = {key for key, value in now.items() if value == "auto" or (key, value) == ("tap_layers", None)}
+    settled = {key: before[key] for key in left & before.keys()}  # a run records what it found
     now |= settled
     # A run may have recorded auto instead of the value; then loading the weights refuses another value.
     before |= {key: now[key] for key, value in before.items() if value == "auto"}
