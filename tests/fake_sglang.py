@@ -41,10 +41,8 @@ class Engine:
         most = sampling_params["max_new_tokens"]
         beyond = most + self._draft_tokens  # SGLang's drafts have one length up to the end
         made = generate(self._target, self._drafter, [input_ids], max_new_tokens=beyond, eos_token_id=[])
-        tokens, eos = (
-            made.tokens[0].tolist(),
-            [] if sampling_params["ignore_eos"] else sampling_params["stop_token_ids"],
-        )
+        tokens: list[int] = made.tokens[0].tolist()
+        eos = [] if sampling_params["ignore_eos"] else sampling_params["stop_token_ids"]
         end = min([most, *(place + 1 for place, token in enumerate(tokens) if token in eos)])
         self._tries[tuple(input_ids)] += 1
         joined = self._tries[tuple(input_ids)] <= int(os.environ.get("JOINED", "0"))

@@ -30,13 +30,8 @@ class SGLang:
     def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
         """See ``protocol.Engine``; SGLang reads no seed of a request in its default mode."""
         job = self._job
-        settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        # With ignore_eos SGLang ignores stop_token_ids, too.
-        settings |= {"stop_token_ids": job["eos"], "ignore_eos": not job["eos"]}
-        if temperature > 0:
-            settings |= {"top_k": job["top_k"] or -1, "top_p": job["top_p"]}
         for _ in range(TRIES):
-            found, histogram = self._stream(ids, settings)
+            found, histogram = self._stream(ids, sampling(job, temperature, max_new_tokens))
             if job["method"] == "plain":
                 return found | {"commits": [1] * len(found["tokens"]), "drafted": [], "accepted": []}
             accepted = accepted_tokens(found["commits"], histogram)
@@ -77,6 +72,14 @@ def accepted_tokens(commits: list[int], histogram: list[int]) -> list[int] | Non
         return None
     last = list((counted - Counter(whole)).elements())
     return [*whole, *last] if not last or commits[-1] <= last[0] + 1 else None
+
+
+def sampling(job: dict[str, Any], temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Return SGLang's ``SamplingParams``."""
+    found = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    # With ignore_eos SGLang ignores stop_token_ids, too.
+    found |= {"stop_token_ids": job["eos"], "ignore_eos": not job["eos"]}
+    return found | ({"top_k": job["top_k"] or -1, "top_p": job["top_p"]} if temperature > 0 else {})
 
 
 def arguments(job: dict[str, Any]) -> dict[str, Any]:
