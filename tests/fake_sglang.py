@@ -1,4 +1,4 @@
-"""A stand-in for the package ``sglang``: our own loop, told in chunks as version 0.5.23 does.
+"""A fake of the package ``sglang``: our own loop, whose steps become chunks as in version 0.5.23.
 
 A chunk has all tokens up to here; only the last one has the histogram of the verifications, which SGLang counts before
 EOS or the limit cuts them. HEAD: folder of our checkpoint. JOINED: tries of each prompt whose second and third chunk

@@ -1,4 +1,4 @@
-"""`python -m eval.parity --engine sglang`: the worker, beside a stand-in that tells steps as SGLang 0.5.23 does."""
+"""`python -m eval.parity --engine sglang`: the worker, with a fake ``sglang`` that sends chunks as 0.5.23 does."""
 
 import copy
 import json
@@ -27,8 +27,8 @@ JOB = {"target": "T", "revision": None, "dtype": "float32", "max_context": 128, 
 
 
 @pytest.fixture(autouse=True)
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in in the working directory, where the worker's Python finds it first."""
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the fake into the working directory, where the worker's Python finds it first."""
     (tmp_path / "sglang").mkdir()
     shutil.copy(str(fake_sglang.__file__), tmp_path / "sglang" / "__init__.py")
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_a_served_head_passes(tmp_path: Path) -> None:
 
 
 def test_joined_chunks_are_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a joined chunk taken for one step, and a verdict on steps that nobody knows."""
+    """Catches a joined chunk taken for one step, and a verdict on steps that are not known."""
     prompt = eagle3(tmp_path)[0]
     export("head", "sglang", tmp_path / "exported", "target")
     monkeypatch.setitem(sys.modules, "sglang", fake_sglang)

@@ -64,7 +64,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     if issubclass(kind, DSparkDrafter) and config.engine == "vllm":
         raise ValueError(
             "engine is vllm, whose runner for CPUs does not serve DSpark heads, and its runner for GPUs has not been "
-            "tried here; give --engine ours, which says which reading of the checkpoint accepts most"
+            "tried here; give --engine sglang, or --engine ours, which ranks the readings of the checkpoint"
         )
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
