@@ -112,6 +112,7 @@ def test_accepted_tokens_are_those_of_the_histogram() -> None:
     assert accepted_tokens([1, 3, 1, 2], [1, 1, 1]) == [2, 0, 1]
     assert accepted_tokens([1, 3, 1, 3], [1, 1, 1]) is None  # the last one accepted too few
     assert accepted_tokens([1, 3, 3], [2, 0, 1, 1]) is None  # four verifications
+    assert accepted_tokens([1, 4, 2], [0, 2, 0, 1]) is None  # 1, 1 in one chunk, and 3, which the limit cut
     assert accepted_tokens([3, 1, 2], [2, 0, 1]) is None  # the prefill's chunk has a step
     assert accepted_tokens([1, 4, 1, 2], [1, 1, 1]) is None  # no verification accepted three
     assert accepted_tokens([1], []) == []
