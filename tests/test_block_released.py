@@ -12,6 +12,7 @@ from rigged import BLOCK
 from safetensors.torch import load_file
 from test_block_layouts import FIRST, FORMS, same, save_head
 from test_eagle3_layouts import LAYERS, rewrite, save_target, written
+from test_eagle3_released import SERVED_WRONG as OF_EAGLE3
 from torch import Tensor
 
 import drafters.convert
@@ -205,18 +206,7 @@ WRONG_DSPARK: dict[str, tuple[Change, str]] = {
     "bonus anchor": (lambda c, w: c.update(dspark_bonus_anchor=True), "has two layouts: anchor-first .* fill-in"),
 }  # fmt: skip
 # What an import can do without, and an engine cannot.
-SERVED_WRONG: dict[str, tuple[Change, str]] = {
-    "positions": (lambda c, w: c.update(max_position_embeddings=2048), "max_position_embeddings is 2,048, and 4,096"),
-    "older RoPE": (lambda c, w: c.update(rope_theta=1e4), "is 500000 in rope_parameters and 10000 for readers"),
-    "another RoPE": (
-        lambda c, w: c.update(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-        "RoPE is .*10000.*, and was .*500000.* in training",
-    ),
-    "missing": (lambda c, w: w.pop("norm.weight"), "missing tensors: norm.weight .they would be left random"),
-    "NaN": (lambda c, w: w["norm.weight"][3:4].fill_(torch.nan), "norm.weight holds NaN"),
-    "unknown": (lambda c, w: w.update({"mask_hidden": torch.ones(1)}), "unknown tensors: mask_hidden"),
-    "another target": (lambda c, w: c["made_from"].update(target_fingerprint="x"), "it is for another target .fingerp"),
-}
+SERVED_WRONG = {case: change for case, change in OF_EAGLE3.items() if case != "architecture"}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import gpu_exact
@@ -79,16 +80,19 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a fault in the first part, which would cost time on a rented GPU."""
+    """Catches a fault in the first part, which would cost time on a rented GPU. Products stand in for flex_attention,
+    which has no backward pass on a CPU, so that they are equal and none is faster."""
     few = {name: gpu_exact.METHODS[name] for name in ("autoregressive", "kangaroo")}
     monkeypatch.setattr(gpu_exact, "METHODS", few)
     monkeypatch.setattr(gpu_exact, "PROMPTS", gpu_exact.PROMPTS[:1])
+    monkeypatch.setattr(gpu_exact, "flex_block_attention", gpu_exact.block_attention)
+    monkeypatch.setattr(gpu_exact, "blocks", partial(gpu_exact.blocks, 2, 1, 16, (40, 20)))
     (tmp_path / "exact").mkdir()
     with simulated_cuda():
         gpu_exact.main(["--out", str(tmp_path / "exact" / "exact.json"), "--new-tokens", "6"])
     outcomes = {"exact": Ending("exact", "done")}
     judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
-    assert [met for _, met in judged] == ["yes"] * 3 and judged[0][0] == "0"
+    assert [met for _, met in judged] == [*["yes"] * 4, "**no**"] and judged[0][0] == "0"
 
 
 def test_the_page(tmp_path: Path) -> None:

@@ -75,6 +75,19 @@ def test_attention_of_blocks_equals_a_mask(causal: bool, at_once: int, monkeypat
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_equals_products(causal: bool) -> None:
+    """Catches a mask that differs on a GPU. Its gradients are those of ``make gpu``: a CPU has no backward pass."""
+    blocks = Blocks([6, 3, 20, 4], [[0, 2, 5], [], [1, 7, 8, 13, 19], [3]], 3, causal)
+    tokens, rows = 33, 27
+    shapes = [(1, HEADS, rows, WIDTH), *[(1, KV_HEADS, tokens + rows, WIDTH)] * 2]
+    given: list[Any] = [SimpleNamespace(training=False), *map(torch.randn, shapes), blocks]
+    with torch.compiler.set_stance("force_eager"):
+        found = attention.flex_block_attention(*given, scaling=0.3)
+    torch.testing.assert_close(found, block_attention(*given, scaling=0.3), rtol=1e-5, atol=1e-5)
+    assert blocks.mask(found.device) is blocks.mask(found.device)  # one for all layers
+
+
 def test_runs() -> None:
     """Catches a count that passes the end of an answer."""
     mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 1]).bool()

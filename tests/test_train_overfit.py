@@ -30,6 +30,9 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 def found(settings: dict[str, Any], kind: str, steps: int = STEPS) -> list[Finding]:
     values = {key: value for key, value in settings.items() if kind == "kangaroo" or key != "exit_layer"}
     values |= {"heads": 2, "own_lm_heads": True} if kind == "medusa" else {}  # enough weights to learn it by heart
+    values |= (
+        {"tap_layers": [tiny_run.TAP], "block_size": 4, "mask_token_id": 2, "layers": 1} if kind == "dspark" else {}
+    )
     config = overfit_config(tiny_run.read(kind, {**values, "log_every": max(1, steps // 12)}), steps)
     inputs = open_inputs(config)
     return run_overfit(config, inputs, engine.start(config), 4)
@@ -40,10 +43,10 @@ def sound(findings: list[Finding]) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dspark"])
 def test_a_sound_pipeline_passes(settings: dict[str, Any], kind: str) -> None:
-    """A threshold that a right pipeline misses, or files in the folder of the real run; Kangaroo's is that of
-    ``test_the_command``."""
+    """A threshold that a right pipeline misses, as DSpark's with its total variation, or answers that are judged from
+    anchors that no loss trains; files in the folder of the real run. Kangaroo's is that of ``test_the_command``."""
     findings = found(settings, kind)
     assert sound(findings) == [True] * 3, [finding.text() for finding in findings]
     assert not Path(settings["out"]).exists()

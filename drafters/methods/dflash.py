@@ -130,7 +130,7 @@ class DFlashDrafter(StateReader):
     recipe: ClassVar[Recipe | None] = Recipe(
         learning_rate=6.0e-4,
         rows={"DFlash, auto": {"tree": "auto"}, "DFlash, chain of 3": {"tree": "chain", "depth": 3}},
-        small={"layers": 1, "block_size": 8, "anchor_share": 0.25},
+        small={"layers": 1, "block_size": 8, "anchor_share": 0.25, "optimizer": "muon"},
         short={"draft_vocab": 4096},
         certified={"tree": "chain", "depth": 3},
     )

@@ -177,8 +177,8 @@ class DSparkDrafter(DFlashDrafter):
     recipe = Recipe(
         learning_rate=6.0e-4,
         rows={"DSpark, auto": {"tree": "auto"}, "DSpark, chain of 3": {"tree": "chain", "depth": 3}},
-        small={"layers": 1, "anchor_share": 0.25},
-        short={"draft_vocab": 4096},
+        small={"layers": 1, "anchor_share": 0.25, "optimizer": "muon"},
+        short={"draft_vocab": 4096, "classification_loss": "cross_entropy", "target_weight": 1.0, "token_weight": 0.0},
         certified={"tree": "chain", "depth": 3},
     )
 

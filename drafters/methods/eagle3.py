@@ -213,7 +213,7 @@ class Eagle3Drafter(EagleDrafter):
         learning_rate=5.0e-5,
         rows={"EAGLE-3, auto": {"tree": "auto"}, "EAGLE-3, chain of 3": {"tree": "chain", "depth": 3}},
         keys={"fc_norm": True, "norm_output": True, "lm_head_start": "target"},
-        small={"ttt_steps": 5},
+        small={"ttt_steps": 5, "optimizer": "muon"},
         short={"draft_vocab": 4096},
         certified={"tree": "chain", "depth": 3},
     )

@@ -2,12 +2,13 @@
 
 A mask over a packed row costs the square of the row, and rules out a GPU's fastest kernel. Here a GPU uses the fused
 kernel for each dialogue, and a CPU multiplies blocks of queries, which is faster there than PyTorch's kernel, above all
-in the backward pass.
+in the backward pass. For the blocks of DFlash a GPU uses flex_attention, which has no backward pass on a CPU.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafters.model.layers import no_head, probe_states
@@ -86,6 +88,31 @@ class Blocks(Dialogues):
     anchors: list[list[int]]
     size: int
     causal: bool = False
+    _masks: list[Any] = field(default_factory=list, repr=False)  # flex_attention's, for all layers
+
+    def mask(self, device: torch.device) -> Any:
+        """flex_attention's BlockMask. Its numbers are in tensors, so that other lengths need no other kernel."""
+        if self._masks:
+            return self._masks[0]
+        from torch.nn.attention.flex_attention import create_block_mask  # which a CPU does not need
+
+        starts = list(itertools.accumulate(self.lengths, initial=0))
+        every = [(start, start + at) for start, own in zip(starts, self.anchors, strict=False) for at in own]
+        first, behind = (torch.tensor(each, device=device) for each in zip(*every, strict=True))  # of what a block sees
+        row, causal = torch.arange(len(every) * self.size, device=device), self.causal
+        block = row // self.size
+        own = torch.cat([row.new_full((starts[-1],), -1), block])  # the block of a key
+        place = torch.cat([row.new_full((starts[-1],), -1), row])
+
+        def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            inside = own[key] == block[query]
+            if causal:
+                inside = inside & (place[key] <= query)
+            return inside | ((key >= first[block[query]]) & (key < behind[block[query]]))
+
+        make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+        self._masks.append(make(sees, None, None, len(row), len(own), device=device))
+        return self._masks[0]
 
 
 def take_dialogues(module: nn.Module) -> None:
@@ -145,9 +172,12 @@ def dialogue_attention(
     attention_mask, window = dialogues or attention_mask, getattr(module, "window", None)
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    on_cpu = (_device or query.device.type) == "cpu"
+    attend: Callable[..., Tensor]
     if isinstance(attention_mask, Blocks):
-        return block_attention(module, query, key, value, attention_mask, **options), None
-    attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
+        attend = block_attention if on_cpu else flex_block_attention
+        return attend(module, query, key, value, attention_mask, **options), None
+    attend = blocked_attention if on_cpu else fused_attention
     given = [query, key, value]
     if window is not None:
         attend = partial(blocked_attention, window=attention_mask.within(window))
@@ -244,17 +274,17 @@ def block_attention(
     **_: Any,
 ) -> Tensor:
     """Attention of m blocks of B rows, ``[1, heads, m B, d]`` -> ``[1, m B, heads, d]``, keys and values
-    ``[1, kv_heads, L + m B, d]``, by matrix products in float32, on a GPU too.
+    ``[1, kv_heads, L + m B, d]``, by matrix products in float32.
 
-    Neighbouring blocks of a dialogue, together about ``BLOCK`` queries (on a GPU eight times as many), are one product
-    with the tokens before the last one's anchor, and one product of each block with itself.
+    Neighbouring blocks of a dialogue, together about ``BLOCK`` queries, are one product with the tokens before the last
+    one's anchor, and one product of each block with itself.
     """
     heads, width, size = query.shape[1], query.shape[3], blocks.size
     wide = torch.promote_types(query.dtype, torch.float32)
     later = torch.zeros(size, size, dtype=wide, device=query.device)
     if blocks.causal:
         later = later.fill_(float("-inf")).triu(1)
-    at_once = max(1, (BLOCK if (_device or query.device.type) == "cpu" else 8 * BLOCK) // size)
+    at_once = max(1, BLOCK // size)
     starts = [range(0, len(own), at_once) for own in blocks.anchors]
     groups = [own[at : at + at_once] for own, every in zip(blocks.anchors, starts, strict=True) for at in every]
     counts = [len(group) * size for group in groups]
@@ -281,6 +311,15 @@ def block_attention(
         mixed = (of_near.reshape(single[0], size, size) @ own_v.reshape(single)).view(heads, count, width)
         found.append(mixed + of_far @ far_v[:, :last])
     return torch.cat(found, dim=1).transpose(0, 1)[None].to(query.dtype)
+
+
+def flex_block_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, **options: Any
+) -> Tensor:
+    """The same by flex_attention, compiled, without scores in memory; ValueError for dropout, which it lacks."""
+    if query.is_meta:  # as in fused_attention: all that this keeps has these sizes
+        return fused_attention(module, query, key, value, **options)
+    return flex_attention_forward(module, query, key, value, blocks.mask(query.device), **options)[0]
 
 
 def causal_attention(

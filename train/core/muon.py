@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.common.precision import training_dtype
+
 MOMENTUM = 0.95  # Jordan's, and Liu's
 ADAM_SIZE = 0.2  # root mean square of AdamW's updates, to which those of matrices are scaled
 # Of x -> a x + b x^3 + c x^5: five steps map singular values of 0.003 to 1 into 0.7 to 1.2 (Jordan).
@@ -86,8 +88,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 def _dtype(device: torch.device) -> torch.dtype:
     """The dtype of the iteration: bf16 is precise enough, unless it is slower."""
-    fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
+    return training_dtype(device) if device.type == "cpu" else torch.bfloat16
 
 
 def _whole(part: Tensor, rows: int, columns: int) -> Tensor:

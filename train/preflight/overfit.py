@@ -93,7 +93,7 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
     """The config of the overfit run: no noise, the target's own labels, a constant learning rate after a short warm-up,
-    another folder."""
+    another folder. Cross-entropy stands in for the total variation, whose gradient is small at first."""
     changes: dict[str, Any] = {
         "out": config.out.with_name(f"{config.out.name}-overfit"),
         "steps": steps,
@@ -112,6 +112,8 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
     # No noise, the original dialogues with all answers, and the target's distributions, which the drafter is judged by.
     plain: dict[str, Any] = {"noise": "none", "labels": "target", "on_policy": None, "boost": None}
     plain |= {"token_weight": 0.0, "target_weight": 1.0}
+    if config.classification_loss == "total_variation":
+        plain["classification_loss"] = "cross_entropy"
     changes |= {key: value for key, value in plain.items() if key in type(config).model_fields}
     return validate(type(config), {**config.model_dump(), **changes}, source="--overfit")
 
