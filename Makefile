@@ -75,7 +75,7 @@ engines: .venv-vllm/.installed .venv-llama/.installed
 	.venv-llama/bin/python -m pip install --requirement configs/engines/llama.txt
 	@touch $@
 
-# Not measured, for its kernels need a GPU: the classes that it loads our exports with, to which tests/test_sglang.py holds them.
+# For tests/test_sglang.py: the classes that SGLang loads our exports with, on a CPU. To serve, see docs/engines.md.
 .venv-sglang/.installed: configs/engines/sglang.txt
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --requirement configs/engines/sglang.txt

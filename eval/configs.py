@@ -361,7 +361,7 @@ class ParityConfig(Config):
         None, ge=1, description="tokens of a draft, which is a chain; None: 5, and of a block head all of a block"
     )
     batch: Size = Field(8, ge=1, description="prompts that our loop decodes together")
-    python: Path | None = Field(None, description="Python of the engine's environment; None: that of make engines")
+    python: Path | None = Field(None, description="Python of the engine's environment; None: its folder .venv-*")
     module: str | None = Field(None, description="worker module; None: the engine's in eval/engine_workers")
     patience: float = Field(
         900.0, gt=0, description="seconds after which loading the engine, or one prompt, has failed"
@@ -372,11 +372,6 @@ class ParityConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.engine == "sglang":
-            raise ValueError(
-                "engine is sglang, and there is no worker that reads the accepted tokens of each of its steps "
-                "(eval/engine_workers/sglang_worker.py); give --engine vllm, or --engine ours to rank the readings"
-            )
         if self.engine == "ours" and (self.python is not None or self.module is not None):
             raise ValueError("python and module are of another engine, and engine is ours; leave them out")
         return self

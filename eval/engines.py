@@ -1,9 +1,9 @@
-"""vLLM and llama.cpp beside our own methods, on the same prompts, by the same clock.
+"""vLLM, SGLang and llama.cpp beside our own methods, on the same prompts, by the same clock.
 
     python -m eval.engines --config configs/engines/stdlib.yaml [--suite NAME] [key=value ...]
 
 All of eval.speed, with one more row for every entry of ``engines``. Each engine is a process of its own environment
-(make engines installs them: docs/engines.md) with its model loaded, and takes turns prompt by prompt. An engine that is
+(docs/engines.md says how to install it) with its model loaded, and takes turns prompt by prompt. An engine that is
 not installed is left out, and one that crashes has no figures: the report says so, and the others continue.
 """
 

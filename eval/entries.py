@@ -19,9 +19,13 @@ CHECKPOINTS = ("checkpoint", "adapter")
 FOLDERS = (*CHECKPOINTS, *DRAFT_MODELS)
 FILES = ("pool", "datastore")
 STOCK = "stock generate"  # label of transformers' own generation
-PYTHONS = {"vllm": Path(".venv-vllm/bin/python"), "llama_cpp": Path(".venv-llama/bin/python")}
+PYTHONS = {
+    "vllm": Path(".venv-vllm/bin/python"),
+    "sglang": Path(".venv-sglang/bin/python"),
+    "llama_cpp": Path(".venv-llama/bin/python"),
+}
 # Engine's method -> its required key.
-HEADS = dict.fromkeys(("eagle", "eagle3", "dflash"), "checkpoint")
+HEADS = dict.fromkeys(("eagle", "eagle3", "dflash", "dspark"), "checkpoint")
 NEEDS = {"draft_model": "draft_model"} | HEADS | {"ours": "ours"}
 
 
@@ -144,13 +148,13 @@ class EngineEntry(Config):
     """A row of another engine."""
 
     label: str = Field(description="name in the report, which adds the engine and its version")
-    engine: Literal["vllm", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "ours"] = "plain"
+    engine: Literal["vllm", "sglang", "llama_cpp"]
+    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "dspark", "ours"] = "plain"
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository, for method draft_model")
-    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3 or DFlash head, which is exported first")
+    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3, DFlash or DSpark head; exported first")
     ours: dict[str, Any] | None = Field(
         None, description="for method ours: drafter and options that run inside vLLM, see drafters/vllm_proposer.py"
     )
@@ -190,10 +194,13 @@ class EngineEntry(Config):
         if self.engine == "llama_cpp" and (self.gguf is None or self.method not in ("plain", "prompt_lookup")):
             found = f"method {self.method}, gguf {self.gguf}"
             raise ValueError(f"{self.label}: llama_cpp takes gguf and method plain or prompt_lookup; found {found}")
-        if self.engine == "vllm" and any(value is not None for value in (self.gguf, self.gguf_type, self.repack)):
+        if self.engine != "llama_cpp" and any(value is not None for value in (self.gguf, self.gguf_type, self.repack)):
             raise ValueError(
-                f"{self.label}: gguf, gguf_type and repack are options of llama_cpp; vllm loads the target"
+                f"{self.label}: gguf, gguf_type and repack are options of llama_cpp; {self.engine} loads the target"
             )
+        unserved = {"vllm": ("dspark",), "sglang": ("prompt_lookup", "ours")}
+        if self.method in unserved.get(self.engine, ()):
+            raise ValueError(f"{self.label}: there is no method {self.method} for {self.engine} (docs/engines.md)")
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"{self.label}: min_ngram is {self.min_ngram}, more than max_ngram {self.max_ngram}")
         return self

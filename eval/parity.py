@@ -1,6 +1,6 @@
 """Served acceptance is lower than trained: which convention does the engine have wrong?
 
-    python -m eval.parity --checkpoint F --target T --engine vllm [--prompts FILE] [key=value ...]
+    python -m eval.parity --checkpoint F --target T --engine vllm|sglang [--prompts FILE] [key=value ...]
     python -m eval.parity --checkpoint F --target T --engine ours
 
 The engine and our loop decode the same prompts greedily, with drafts that are chains. The check passes if acceptance is

@@ -53,8 +53,8 @@ class CausalAttention:
         return out[0].transpose(0, 1).flatten(1)
 
 
-def start(target: str) -> None:
-    """One process that is all of SGLang's ranks."""
+def leave_out_kernels() -> None:
+    """Give SGLang the names that it imports of kernels and of torchvision where they are not installed."""
     if not is_torchvision_available():  # asked once, before there is a module by that name
         for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
             sys.modules[name] = Absent(name)
@@ -62,6 +62,11 @@ def start(target: str) -> None:
         import sgl_kernel  # noqa: F401
     except ImportError:
         sys.modules["sgl_kernel"] = Absent("sgl_kernel")
+
+
+def start(target: str) -> None:
+    """One process that is all of SGLang's ranks."""
+    leave_out_kernels()
     from sglang.srt.distributed import parallel_state
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs

@@ -239,7 +239,7 @@ def test_the_program_names_a_fault_of_a_served_head(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--engine", "sglang"], "engine is sglang, and there is no worker that reads the accepted tokens"),
+        (["--engine", "sglang"], "sglang does not run: not installed: there is no .venv-sglang/bin/python (see docs"),
         (["--engine", "ours", "python=python3"], "python and module are of another engine, and engine is ours"),
         (["--engine", "vllm", "--prompts", "none.jsonl"], "no prompt file at none.jsonl"),
         (["--engine", "vllm", "python=none/python"], "vllm does not run: not installed: there is no none/python"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_block_layouts
 import test_eagle3_layouts
 import torch
 from published import assert_equal
@@ -43,17 +44,22 @@ def in_sglang(
         for head in heads
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
+    told = lines_of("sglang_class.py", folder / "cases.json")
+    return [([name for name in each["left"] if name not in ENDS], each["states"]) for each in told]
+
+
+def lines_of(program: str, file: Path) -> list[dict[str, Any]]:
+    """What a program of this folder says in SGLang's Python."""
     run = subprocess.run(
-        [PYTHON, Path(__file__).with_name("sglang_class.py"), folder / "cases.json"],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+        [PYTHON, Path(__file__).with_name(program), file],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"left"')]
-    return [([name for name in each["left"] if name not in ENDS], each["states"]) for each in told]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"')]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3"])
@@ -120,3 +126,27 @@ def test_what_it_swallows_is_what_our_check_refuses(tmp_path: Path) -> None:
     assert left == ["model.layers.0.mlp.down_proj.weight", "model.fc.bias"]
     with pytest.raises(ValueError, match=r"missing tensors: fc\.bias, layers\.0\.mlp\.down_proj\.weight"):
         check(tmp_path / "sglang", "sglang")
+
+
+def test_it_takes_the_arguments_of_our_worker(tmp_path: Path) -> None:
+    """Catches an argument that it does not know, drafts of another length, and a tree instead of a chain."""
+    target = test_eagle3_layouts.save_target(tmp_path / "target")
+    heads = {
+        "eagle": save_head(tmp_path / "eagle", target, layer=default_layer(target.config)),
+        "eagle3": test_eagle3_layouts.save_head(tmp_path / "eagle3", target, **FORMS["sglang"]),
+        "dflash": test_block_layouts.save_head(tmp_path / "dflash", "dflash", target, taps=[2, 4]),
+        "dspark": test_block_layouts.save_head(tmp_path / "dspark", "dspark", target, layout="anchor-first"),
+    }
+    job = {"target": target.name, "revision": None, "dtype": "bfloat16", "max_context": 64}
+    job |= {"eos": [1], "top_k": 0, "top_p": 1.0, "gamma": 4}
+    jobs = [job | {"method": "plain", "drafter": None}, job | {"method": "draft_model", "drafter": target.name}]
+    for method, head in heads.items():
+        export(head, "sglang", tmp_path / f"sglang-{method}")
+        jobs.append(job | {"method": method, "drafter": str(tmp_path / f"sglang-{method}")})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    plain, *drafted = lines_of("sglang_arguments.py", tmp_path / "jobs.json")
+    assert plain["algorithm"] is None
+    assert [found["algorithm"] for found in drafted] == ["STANDALONE", "EAGLE", "EAGLE3", "DFLASH", "DSPARK"]
+    for found, asked in zip(drafted, jobs[1:], strict=True):
+        assert found["draft_model_path"] == asked["drafter"]
+        assert (found["num_draft_tokens"], found["eagle_topk"]) == (5, 1)

@@ -64,13 +64,13 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     if issubclass(kind, DSparkDrafter) and config.engine == "vllm":
         raise ValueError(
             "engine is vllm, whose runner for CPUs does not serve DSpark heads, and its runner for GPUs has not been "
-            "tried here; give --engine ours, which says which reading of the checkpoint accepts most"
+            "tried here; give --engine sglang, or --engine ours, which ranks the readings of the checkpoint"
         )
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
     drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
-    if config.engine == "vllm" and isinstance(drafter, DFlashDrafter):
-        _check_block(drafter)
+    if config.engine != "ours" and isinstance(drafter, DFlashDrafter):
+        _check_block(drafter, "vLLM" if config.engine == "vllm" else "SGLang")
     prompts = prompts_of(config, drafter)
     facts = environment(target) | conditions(
         [config.target.path, config.checkpoint], str(target.device), config.threads
@@ -84,13 +84,17 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
 
 
-def _check_block(drafter: DFlashDrafter) -> None:
-    """Raise ValueError if vLLM would draft with shorter blocks than those of training: it runs ``depth`` + 1 rows."""
-    rows, trained = drafter.depth + 1, drafter.given.block_size
+def _check_block(drafter: DFlashDrafter, engine: str) -> None:
+    """Raise ValueError if the engine would draft with shorter blocks than those of training.
+
+    It runs ``depth`` + 1 rows; SGLang runs ``depth`` of a DSpark head, whose first row predicts a token, too.
+    """
+    anchor = 0 if isinstance(drafter, DSparkDrafter) else 1
+    rows, trained = drafter.depth + anchor, drafter.given.block_size
     if rows < trained and not drafter.given.causal:
         raise ValueError(
-            f"depth is {drafter.depth}, so vLLM's blocks have {rows} rows, and the head was trained with {trained}, "
-            f"which attend to each other; leave depth out, or give depth={trained - 1}"
+            f"depth is {drafter.depth}, so {engine}'s blocks have {rows} rows, and the head was trained with "
+            f"{trained}, which attend to each other; leave depth out, or give depth={trained - anchor}"
         )
 
 

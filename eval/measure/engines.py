@@ -75,7 +75,8 @@ class Engines:
     def _start(self, entry: EngineEntry, job: dict[str, Any], first: dict[str, Any]) -> Worker:
         """Load an engine and let it make its first tokens; llama.cpp again without repacking if it crashes."""
         if not entry.interpreter.exists():
-            raise WorkerError(f"not installed: there is no {entry.interpreter} (make engines, see docs/engines.md)")
+            how = "see" if entry.engine == "sglang" else "make engines, see"
+            raise WorkerError(f"not installed: there is no {entry.interpreter} ({how} docs/engines.md)")
         try:
             return self._tried(entry, job, first, "")
         except WorkerCrash as crash:
@@ -95,7 +96,7 @@ class Engines:
 
     def _fault(self, entry: EngineEntry, worker: Worker) -> dict[str, str]:
         """Tell a known fault of vLLM, which lowers acceptance; it becomes one of the engine's facts."""
-        if entry.method != "dflash" or worker.facts.get("device") != "cpu":
+        if (entry.engine, entry.method) != ("vllm", "dflash") or worker.facts.get("device") != "cpu":
             return {}
         layers = json.loads((self._head(entry) / "config.json").read_text())["num_hidden_layers"]
         if layers == 1:
@@ -115,7 +116,7 @@ class Engines:
         if entry.checkpoint is not None and entry.interpreter.exists():
             folder = self._head(entry)
             shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have exported an older head
-            export(entry.checkpoint, "vllm", folder, chosen.path)
+            export(entry.checkpoint, entry.engine, folder, chosen.path)
             drafter = str(folder)  # always the same name: vLLM finds its compiled code by it
         own = {"method", "gamma", "min_ngram", "max_ngram", "ours", "gguf_type", "repack"}
         return {
