@@ -82,6 +82,7 @@ def test_joined_chunks_are_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         SGLang(job).decode(prompt, 0, 0.0, overfitted.NEW)
 
 
+@pytest.mark.long
 def test_dspark_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a head that is exported for vLLM, another number of draft tokens than its block, and shorter blocks."""
     target = test_eagle3_layouts.save_target(tmp_path / "target")
