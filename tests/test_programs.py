@@ -55,7 +55,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.sweep": [(["target.path=./none"], NO_FOLDER), (['vary={"seeed": [1]}'], "did you mean 'seed'")],
     "eval.engines": [
         (["target.path=./none"], NO_FOLDER),
-        (['engines=[{"label": "E", "engine": "sglang"}]'], "engine: .*found 'sglang'"),
+        (['engines=[{"label": "E", "engine": "ollama"}]'], "engine: .*found 'ollama'"),
         (['engines=[{"label": "E", "engine": "llama_cpp", "gguf": "none.gguf"}]'], "gguf: there is no file none.gguf"),
     ],
     "drafters.chat": [
