@@ -46,7 +46,7 @@ def test_every_door_has_torch_behind_it() -> None:
         assert torch.equal(backend.most_likely(logits), logits.argmax(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_library_works_without_the_folder(tmp_path: Path) -> None:
     """Catches a drafter or a target that needs the kernels: they are optional, torch computes the same."""
     for package in ("drafters", "data_prep", "train", "eval", "tests"):
