@@ -80,7 +80,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a fault in the first part, which would cost time on a rented GPU. Products stand in for flex_attention,
+    """Catches a fault in the first part, which would cost time on a rented GPU. Products replace flex_attention,
     which has no backward pass on a CPU, so that they are equal and none is faster."""
     few = {name: gpu_exact.METHODS[name] for name in ("autoregressive", "kangaroo")}
     monkeypatch.setattr(gpu_exact, "METHODS", few)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -94,24 +95,22 @@ class Blocks(Dialogues):
         """flex_attention's BlockMask. Its numbers are in tensors, so that other lengths need no other kernel."""
         if self._masks:
             return self._masks[0]
-        from torch.nn.attention.flex_attention import create_block_mask  # which a CPU does not need
-
         starts = list(itertools.accumulate(self.lengths, initial=0))
         every = [(start, start + at) for start, own in zip(starts, self.anchors, strict=False) for at in own]
         first, behind = (torch.tensor(each, device=device) for each in zip(*every, strict=True))  # of what a block sees
-        row, causal = torch.arange(len(every) * self.size, device=device), self.causal
-        block = row // self.size
-        own = torch.cat([row.new_full((starts[-1],), -1), block])  # the block of a key
-        place = torch.cat([row.new_full((starts[-1],), -1), row])
+        size, causal = self.size, self.causal
+        rows = torch.arange(len(every) * size, device=device)
+        row_of = torch.cat([rows.new_full((starts[-1],), -1), rows])  # by key; -1: a token
 
         def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            inside = own[key] == block[query]
+            block, row = query // size, row_of[key]
+            inside = (row >= 0) & (row // size == block)
             if causal:
-                inside = inside & (place[key] <= query)
-            return inside | ((key >= first[block[query]]) & (key < behind[block[query]]))
+                inside = inside & (row <= query)
+            return inside | ((key >= first[block]) & (key < behind[block]))
 
         make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-        self._masks.append(make(sees, None, None, len(row), len(own), device=device))
+        self._masks.append(make(sees, None, None, len(rows), len(row_of), device=device))
         return self._masks[0]
 
 

@@ -93,7 +93,7 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
     """The config of the overfit run: no noise, the target's own labels, a constant learning rate after a short warm-up,
-    another folder. Cross-entropy stands in for the total variation, whose gradient is small at first."""
+    another folder; cross-entropy instead of the total variation, whose gradient is small at first."""
     changes: dict[str, Any] = {
         "out": config.out.with_name(f"{config.out.name}-overfit"),
         "steps": steps,
