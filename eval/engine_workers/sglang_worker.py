@@ -1,6 +1,6 @@
 """SGLang, one prompt at a time: a stream of ``Engine.generate``, whose chunks are the tokens of one step each.
 
-Held to the source and the arguments of SGLang 0.5.23; it has not served a head on a GPU (docs/parity.md).
+Tested with the arguments of SGLang 0.5.23 and a fake engine; it has not served a head on a GPU (docs/parity.md).
 """
 
 import time

@@ -102,7 +102,7 @@ class StateFolder:
 
 
 def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
-    """Refuse to mix two runs. Return ``config``; on resume, keys that are auto have that run's values.
+    """Refuse to mix two runs. Return ``config``; on resume, what it leaves to device or target is that run's.
 
     The files of a run that died before its first state are accepted; ``clear_dead_run`` deletes them.
 
@@ -138,7 +138,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
     before = _by_key(optional | config.older | read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
     left = {key for key, value in now.items() if value == "auto" or (key, value) == ("tap_layers", None)}
-    settled = {key: before[key] for key in left & before.keys()}  # a run records what it found
+    settled = {key: before[key] for key in left & before.keys()}
     now |= settled
     # A run may have recorded auto instead of the value; then loading the weights refuses another value.
     before |= {key: now[key] for key, value in before.items() if value == "auto"}
