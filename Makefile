@@ -1,5 +1,5 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
-# make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (an hour)
+# make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (45 minutes)
 # make suite       every drafter on the shipped target, trained and training-free, on one page
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make docs        the documentation as a site with a reference of every module: runs/site/index.html

@@ -68,7 +68,9 @@ class EagleConfig(TrainConfig):
         "auto", description="the head's decoder layer; auto: the target's if engines serve it, else llama"
     )
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
-    start: Literal["random", "regression"] = Field("random", description="initial weights of fc: docs/training.md")
+    start: Literal["random", "regression"] = Field(
+        "random", description="first weights of fc: docs/training-options.md"
+    )
     noise: Literal["paper", "code", "none"] = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
     unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")

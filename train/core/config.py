@@ -56,7 +56,7 @@ class TrainConfig(Config):
         None, description="a trained drafter to start from: folder or Hub repository; default: new weights"
     )
     lora: Lora | None = Field(
-        None, description="train an adapter of the drafter in init_from, for one domain: docs/training.md"
+        None, description="train an adapter of the drafter in init_from, for one domain: docs/lora.md"
     )
     out: Path = Field(description="run folder: logs, resumable state and the trained drafter")
 
@@ -66,7 +66,7 @@ class TrainConfig(Config):
 
     batch_tokens: Amount = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
     gradient_accumulation: Size = Field(1, ge=1, description="micro-batches of a rank in one step")
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training.md")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training-options.md")
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
@@ -96,7 +96,7 @@ class TrainConfig(Config):
         None, ge=1, description="compute the loss over this number of tokens, the most frequent of the answers"
     )
     classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = Field(
-        "cross_entropy", description="compares the drafter's distribution with the target's: docs/training.md"
+        "cross_entropy", description="compares the drafter's distribution with the target's: docs/losses.md"
     )
     lk_eta: float = Field(3.0, ge=0, description="of lk_lambda: how early it moves from KL to the total variation")
     top_k_weight: float = Field(0.0, ge=0, description="weight of HASS's Top-K loss, added to the classification loss")
@@ -221,6 +221,6 @@ LIMITS = {"steps", "epochs", "minutes"}
 MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpointing", "loss_chunk_rows", "threads"}
 MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype", "data.disk_gb"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
-WATCHING |= {"draft_vocab"}  # of the exported drafter; the loss uses loss_vocab
+WATCHING |= {"draft_vocab"}  # of the exported drafter, unless its own LM head has this size (sizes_lm_head)
 WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}
 FREE_ON_RESUME = {"out"} | LIMITS | MACHINE | WATCHING

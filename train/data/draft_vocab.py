@@ -5,7 +5,6 @@ Counted in a run's training data, or by train.draft_vocab, which adds them to a 
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,10 @@ LINES = 4096  # lines of a text, tokenized in one call
 WHOLE = 1 << 30  # longest dialogue in tokens: none is cut
 
 
-def find_frequent(task: Task, train: Source) -> None:
+def find_frequent(task: Task, train: Source) -> str | None:
     """Give ``task`` the ``draft_vocab`` and the ``loss_vocab`` most frequent tokens of the training answers.
+
+    Returns what share of the answers' tokens can be drafted; None: all of them.
 
     Raises:
         ValueError: more tokens than the vocabulary has, or a method that does not draft with a part of it.
@@ -41,20 +42,21 @@ def find_frequent(task: Task, train: Source) -> None:
     if draft is not None and not {"draft_vocab", "draft_vocab_size"} & task.drafter.options.model_fields.keys():
         raise ValueError(f"draft_vocab is {draft:,}, and drafter {task.drafter.name!r} takes none; leave it out")
     if draft is None and loss is None:
-        return
+        return None
     answers = ((dialogue.input_ids, dialogue.loss_mask) for dialogue in map(train.__getitem__, range(len(train))))
     counts = count_answers(answers, vocab)
     if loss is not None:
         task.heads.ids = most_frequent(counts, loss, "loss_vocab")
-    if draft is not None:
-        task.draft_with(ids := most_frequent(counts, draft, "draft_vocab"))
-        covered = float(counts[ids.long()].sum() / counts.sum().clamp_min(1))
-        if covered < LEAST_COVERED:
-            print(
-                f"warning: draft_vocab={draft:,} covers {covered:.1%} of the training answers' tokens, and no other "
-                "can be drafted; set a larger draft_vocab",
-                file=sys.stderr,
-            )
+    if draft is None:
+        return None
+    task.draft_with(most_frequent(counts, draft, "draft_vocab"))
+    assert task.draft_ids is not None  # those of init_from, if its LM head is the head's own
+    covered = float(counts[task.draft_ids.long()].sum() / counts.sum().clamp_min(1))
+    said = f"draft_vocab={draft:,} covers {covered:.1%} of the training answers' tokens"
+    if covered >= LEAST_COVERED:
+        return said
+    of_head = ", or leave init_from out, whose tokens these are" if task.config.init_from else ""
+    return f"warning: {said}, and no other can be drafted; set a larger draft_vocab{of_head}"
 
 
 def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Tensor:

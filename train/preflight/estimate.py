@@ -105,7 +105,7 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
 
     Bytes per weight in bf16: weight 2, float32 master 4, Adam's moments 8, gradient 2, float32 sum of gradients 4.
     Stage 1 (in bf16 also stage 0) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In float32
-    masters exist from stage 1 on. docs/training.md has the table, and a test of the engine counts it.
+    masters exist from stage 1 on. docs/training-memory.md has the table, and a test of the engine counts it.
     """
     trained = [weights.numel() for weights in task.module.parameters() if weights.requires_grad]
     count, largest, frozen = sum(trained), max(trained), parameters(task.module) - sum(trained)

@@ -57,9 +57,10 @@ class TrainRun:
         self.states = StateFolder(self.config.out)
         saved = SavedState(self.states.newest() or self.states.path) if resume else None
         self.progress = Progress(**{"joules": None, **saved.progress}) if saved else Progress()
-        self._load_weights(saved)
+        self._first_weights(resumed=saved is not None)
+        if saved:
+            saved.load_weights(task.module)
         cost = training_cost(task)  # before ZeRO-3 partitions the weights
-        self._choose_tokens(saved)
         self._start_engine()
         self._open_data(cost)
         self.info = self._describe(arguments)
@@ -70,24 +71,23 @@ class TrainRun:
                 self.average.load(saved.weight_average())
         self.metrics = self._open_run_folder(resume) if ranks.is_first else None
 
-    def _load_weights(self, saved: SavedState | None) -> None:
-        """Random weights, those of ``init_from``, or those of the saved state."""
-        self.task.load()
-        if self.config.init_from is not None and (saved is None or self.config.lora):  # no state has a LoRA's base
-            init_from(self.task, self.config.init_from)
-        if saved:
-            saved.load_weights(self.task.module)
+    def _first_weights(self, resumed: bool) -> None:
+        """The weights of step 0, and the vocabularies of draft and loss.
 
-    def _choose_tokens(self, saved: SavedState | None) -> None:
-        """The vocabularies of draft and loss, and weights that are solved for: both from the training data."""
-        find_frequent(self.task, self.inputs.train)
-        self.trained = self.task.describe(self.inputs.train)
-        if self.trained is not None and self.ranks.is_first:
-            print(self.trained)
-        if saved is None and self.config.solves_weights:
-            self.task.ends.to(rank_device())
-            self.inputs.load_target(self.config, rank_device())
-            self.task.fit(self.inputs.train)
+        A state holds neither these nor the base of a LoRA, nor which tokens the head's own LM head has.
+        """
+        config, task, train = self.config, self.task, self.inputs.train
+        task.load()
+        if config.init_from is not None and (not resumed or config.lora or config.sizes_lm_head):
+            init_from(task, config.init_from)
+        covered, self.trained = find_frequent(task, train), task.describe(train)
+        for line in (covered, self.trained) if self.ranks.is_first else ():
+            if line is not None:
+                print(line)
+        if not resumed and config.solves_weights:
+            task.ends.to(rank_device())
+            self.inputs.load_target(config, rank_device())
+            task.fit(train)
 
     def _start_engine(self) -> None:
         task = self.task
