@@ -219,8 +219,8 @@ what differs.
 {rows}
 
 - engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself; graphs: a GPU captures `fused`
-- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, EAGLE's chain and dynamic tree, EAGLE-3's dynamic
-  tree and DFlash's chain are those of stock `generate`
+- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, EAGLE's chain and dynamic tree, EAGLE-3's
+  dynamic tree and DFlash's chain are those of stock `generate`
 - EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
