@@ -22,7 +22,7 @@ from drafters.model.layers import ROPES
 
 T2D = "t2d"  # bool [V]: which of the target's tokens are draft tokens
 LM_HEAD = "lm_head.weight"
-ADD_TAPS = f'add "made_from": {{"taps": [...]}} to {CONFIG_FILE}, with the numbers of the hidden states'
+TAPS_KEY = '"made_from": {"taps": [...]}'  # of an export of ours; another config.json may have it, too
 SPECULATORS_VERSION = "0.9.0"  # whose form is written
 _LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators': the target's, not read again
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
@@ -31,10 +31,30 @@ _LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id e
 
 
 class Reading(NamedTuple):
-    """What a head's config.json and tensors say: its options, and notes for the user."""
+    """What a head's config.json and tensors say.
+
+    Attributes:
+        notes: for the user. doubts: notes on what may lower acceptance; an import tells them, the check refuses them.
+    """
 
     options: dict[str, Any]
     notes: list[str]
+    doubts: list[str]
+
+
+def as_option(taps: Sequence[int]) -> str:
+    """``[2, 12, 21]`` -> ``"--taps 2,12,21"``."""
+    return f"--taps {','.join(map(str, taps))}"
+
+
+def either(source: str, key: str, one: str, other: str) -> str:
+    """What to do with a folder that has two readings: ``one`` and ``other`` are options of drafters.convert, ``key``
+    is the key of config.json that tells them apart."""
+    return (
+        f"State it by {key} in {CONFIG_FILE}, or import it both ways: python -m drafters.convert {source} --target T "
+        f"--out OUT {one} (and {other}). Then python -m eval.parity --checkpoint OUT --target T --engine ours says "
+        "which accepts more"
+    )
 
 
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -317,10 +337,11 @@ def served_text(
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     refused: Mapping[str, str | None],
+    notes: Sequence[str],
     to: str | None,
     target: str,
 ) -> str:
-    """What a checked folder is, in words.
+    """What a checked folder is, in words, and its ``notes`` in lines below.
 
     Args:
         refused: for each program, why it does not serve the head as it was trained. to: the one that must; None: any.
@@ -335,4 +356,5 @@ def served_text(
     if not (able := [READERS[one] for one, reason in refused.items() if reason is None]):
         reasons = "; ".join(f"not for {READERS[one]}: {reason}" for one, reason in refused.items())
         raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
-    return f"{folder} is {noun} for {' and '.join(able)}, {weights_text(weights)}, for {target}"
+    found = f"{folder} is {noun} for {' and '.join(able)}, {weights_text(weights)}, for {target}"
+    return "\n".join([found, *(f"note: {note}" for note in notes)])
