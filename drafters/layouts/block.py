@@ -28,9 +28,8 @@ from drafters.common.states import dflash_taps, from_inputs, from_outputs, to_ou
 from drafters.common.wording import shortened
 from drafters.layouts import state_heads
 from drafters.layouts.config import CONFIG_FILE, group, made_from, size
-from drafters.layouts.released import block_method
+from drafters.layouts.released import T2D, block_method
 from drafters.layouts.state_heads import (
-    T2D,
     Reading,
     architecture_of,
     as_option,

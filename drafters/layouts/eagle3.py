@@ -30,8 +30,8 @@ from drafters.common.wording import shortened
 from drafters.config import validate
 from drafters.layouts import state_heads
 from drafters.layouts.config import CONFIG_FILE, group, made_from, size
+from drafters.layouts.released import T2D
 from drafters.layouts.state_heads import (
-    T2D,
     TAPS_KEY,
     Reading,
     architecture_of,
@@ -239,10 +239,6 @@ def _flags(
                 f"{source} {held} {name}, and {flag} {said} in {CONFIG_FILE}: engines would skip the norm or leave it "
                 f'as it was initialised; set "{flag}": {str(name in weights).lower()}, or complete the file'
             )
-    if found["fc_norm"] and found["norm_before_fc"]:
-        raise ValueError(
-            f"{source}: norm_before_fc and fc_norm are both true, two norms in one place; set one to false"
-        )
     if found["norm_output"] and architecture_of(config) == SGLANG and not made_from(config):
         doubts.append(
             "norm_output is true, so the output after the final norm is fed back, as in SGLang and vLLM. SpecForge up "

@@ -13,14 +13,21 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from drafters.common.states import state_name
-from drafters.common.wording import dtype_name, shortened
+from drafters.common.wording import shortened
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, made_from, older_keys, rope, size
-from drafters.layouts.released import DSPARK_HEADS, EMBEDDING, another_target, rope_problems, weights_text
+from drafters.layouts.released import (
+    DSPARK_HEADS,
+    EMBEDDING,
+    T2D,
+    another_target,
+    rope_problems,
+    tensor_problems,
+    weights_text,
+)
 from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.layers import ROPES
 
-T2D = "t2d"  # bool [V]: which of the target's tokens are draft tokens
 LM_HEAD = "lm_head.weight"
 TAPS_KEY = '"made_from": {"taps": [...]}'  # of an export of ours; another config.json may have it, too
 SPECULATORS_VERSION = "0.9.0"  # whose form is written
@@ -297,23 +304,9 @@ def problems(
             "falls to nothing there"
         )
     with torch.device("meta"):
-        wanted = head().state_dict()
-    if missing := sorted(wanted.keys() - weights.keys()):
-        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
-    if unknown := sorted(weights.keys() - {*wanted, EMBEDDING, T2D}):
-        found.append(f"unknown tensors: {', '.join(unknown)}")
-    for name in sorted(wanted.keys() & weights.keys()):
-        if weights[name].shape != wanted[name].shape:
-            found.append(f"{name} is {list(weights[name].shape)}, and {CONFIG_FILE} says {list(wanted[name].shape)}")
-        elif weights[name].is_floating_point() and not torch.isfinite(weights[name]).all():
-            found.append(f"{name} holds NaN or infinite values")
-    dtypes = {dtype_name(value.dtype) for name, value in weights.items() if name not in (D2T, T2D)}
+        wanted = {name: list(value.shape) for name, value in head().state_dict().items()}
     said = flat.get("dtype") or flat.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    if not dtypes <= {"float32", "bfloat16", "float16"} or len(dtypes) > 1:
-        found.append(f"the tensors are {', '.join(sorted(dtypes))}; all must be one of float32, bfloat16, float16")
-    elif said is not None and dtype_name(said) not in dtypes:
-        found.append(f"the tensors are {', '.join(dtypes)}, and {CONFIG_FILE} says dtype {said!r}")
-    return found
+    return found + tensor_problems(weights, wanted, (EMBEDDING, T2D), said)
 
 
 def loaded_by(

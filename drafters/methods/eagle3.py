@@ -10,7 +10,7 @@ import warnings
 from typing import Any, Literal, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -171,6 +171,12 @@ class Eagle3Options(TreeOptions):
     trained_steps: DraftSize | None = Field(default=None, ge=1)
     shape: LayerShape = LayerShape()
 
+    @model_validator(mode="after")
+    def _one_norm(self) -> "Eagle3Options":
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one to false")
+        return self
+
     @property
     def levels(self) -> int:
         """Levels of a draft: ``depth``, or its default, which is at most ``trained_steps``."""
@@ -190,8 +196,6 @@ def _check(options: Eagle3Options, target: PretrainedConfig) -> None:
             f"taps are {options.taps}, and the target has {target.num_hidden_layers} layers: tap {last} is no state of "
             f"it; give numbers from 0 (the embeddings) to {target.num_hidden_layers}"
         )
-    if options.norm_before_fc and options.fc_norm:
-        raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one of them")
     size = options.draft_vocab_size
     if size is not None and not options.own_lm_head:
         raise ValueError(f"draft_vocab_size is {size:,}, and own_lm_head is false; leave one of them out")
