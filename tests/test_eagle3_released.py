@@ -207,6 +207,21 @@ def test_contradictions_are_refused(case: str, served: Path, target: TargetModel
         assert any(re.search(message, note) for note in convert(str(folder), target.name, tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("a window", {"layer_types": ["sliding_attention"]}),
+        ("SpecForge's norm_output", {"made_from": {"norm_output": True}}),
+    ],
+)
+def test_a_doubt_can_be_settled(case: str, keys: Config, served: Path, target: TargetModel, tmp_path: Path) -> None:
+    """Catches a head that was trained as its folder says, and is refused for ever."""
+    config, weights = written(served)
+    DOUBTFUL[case][0](config, weights)
+    rewrite(tmp_path, config | keys, weights)
+    assert "is an EAGLE-3 head for " in check(tmp_path, None, target.name)
+
+
 def test_what_the_user_states_settles_what_is_ambiguous(
     served: Path, target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
