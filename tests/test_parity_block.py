@@ -26,6 +26,7 @@ from eval.configs import ParityConfig
 from eval.figures.parity import FAULT, PASS, compared, decoded, ranked
 from eval.figures.readings import AS_LOADED
 from eval.measure.block_mistakes import BLOCK_MISTAKES
+from eval.measure.mistakes import remade
 from eval.measure.runner import Outcome
 
 CONFIG = ParityConfig.model_validate(
@@ -89,9 +90,12 @@ def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
 )
 def test_a_planted_fault_is_named(method: str, name: str) -> None:
     """Catches a mistake that the check does not try on this head, or does not tell from the others."""
-    drafter = overfitted_block.drafter(method)
+    head = copy.deepcopy(overfitted_block.drafter(method).module)
+    if method == "dspark":
+        head.markov_head.markov_w2.weight.data *= 8  # so that drafts depend on it: the states tell these texts, too
+    drafter = remade(overfitted_block.drafter(method), head)
     theirs = decoded(BY_NAME[name].plant(drafter), prompts(), CONFIG, name)
-    found = compared(drafter, right(method), theirs, prompts(), CONFIG)
+    found = compared(drafter, decoded(drafter, prompts(), CONFIG, AS_LOADED), theirs, prompts(), CONFIG)
     assert found["verdict"] == FAULT and found["named"][0] == name, found["named"]
     assert BY_NAME[name].plant(overfitted_block.drafter("dflash")) is None or name == "wrong mask token"
 

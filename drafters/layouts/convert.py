@@ -27,7 +27,7 @@ from drafters.layouts.released import (
     kind_of,
     read_weights,
 )
-from drafters.layouts.state_heads import LM_HEAD, Reading
+from drafters.layouts.state_heads import LM_HEAD
 from drafters.learned import LearnedDrafter
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.layers import layer_config
@@ -52,10 +52,8 @@ def convert(
     Args:
         source: a folder, or a Hub repository at ``revision``.
         target: the model that it was trained for; its embedding and LM head are read.
-        exit_layer: of a Kangaroo adapter, whose own files do not tell it.
-        layout: of a DFlash or DSpark head whose own files do not tell it: fill-in or anchor-first.
-        taps: of an EAGLE-3, DFlash or DSpark head whose own files do not tell them: numbers of the target's hidden
-            states; k is the one after k layers.
+        exit_layer, layout, taps: what some files do not tell: the layer of a Kangaroo adapter; fill-in or anchor-first
+            of a block head; of an EAGLE-3 or block head the target's hidden states, where k is the one after k layers.
 
     Returns:
         notes for the user on what was left out.
@@ -71,8 +69,7 @@ def convert(
     path, weights = read_weights(folder, source)
     kind, notices = kind_of(weights), list[str]()
     _check_known(weights, kind, source, exit_layer, layout, taps)
-    states = kind.name in STATE_HEADS
-    if states:
+    if states := kind.name in STATE_HEADS:
         weights = (eagle3 if kind.name == eagle3.METHOD else block).renamed(weights)
     there = weights.get(EMBEDDING)  # the target's is read only to be compared with it
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
@@ -80,9 +77,8 @@ def convert(
     embedding = weights.pop(EMBEDDING, None)
     if states:
         notices += _drop_lm_head(weights, ends) if embedding is not None and kind.name in block.METHODS else []
-        found, weights = _state_head(kind.name, config, weights, ends, folder, source, layout, taps)
-        options = found.options
-        notices += found.notes + found.doubts
+        options, more, weights = _state_head(kind.name, config, weights, ends, folder, source, layout, taps)
+        notices += more
     else:
         options = _options(config, weights, kind, ends, source, target, notices)
         if "exit_layer" in kind.options.model_fields:
@@ -111,14 +107,16 @@ def _state_head(
     source: str,
     layout: str | None,
     taps: list[int] | None,
-) -> tuple[Reading, dict[str, Tensor]]:
-    """Options and weights of a head that reads the target's states."""
+) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
+    """Options, notes for the user, and weights of a head that reads the target's states."""
     if method == eagle3.METHOD:
         found = eagle3.read(config, weights, ends.config, source, taps)
-        return found, eagle3.own_weights(weights, found.options)
-    block.check_folder(folder, source)
-    found = block.read(config, weights, ends.config, source, layout, taps)
-    return found, block.own_weights(weights, found.options)
+        own = eagle3.own_weights(weights, found.options)
+    else:
+        block.check_folder(folder, source)
+        found = block.read(config, weights, ends.config, source, layout, taps)
+        own = block.own_weights(weights, found.options)
+    return found.options, found.notes + found.doubts, own
 
 
 def _provenance(source: str, revision: str | None, path: Path) -> dict[str, Any]:
