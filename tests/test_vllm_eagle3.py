@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def test_faults_that_vllm_serves_are_named(tmp_path: Path) -> None:
-    """Catches conventions of its runner that its classes do not show, and a wrong head that passes or gets another name.
+    """Catches conventions of its runner that its classes do not show, and a wrong head that passes or is misnamed.
 
     It takes minutes: vLLM compiles for each head.
     """
