@@ -72,7 +72,7 @@ class DFlashTask(Task):
 
     def drafter_config(self) -> dict[str, Any]:
         names = ("layout", "block_size", "mask_token_id", "layer", "layers", "causal")
-        options = {name: getattr(self.config, name) for name in names}
+        options = self.shape | {name: getattr(self.config, name) for name in names}
         return options | {"taps": list(self.config.taps), "draft_vocab_size": self.config.draft_vocab}
 
     @property

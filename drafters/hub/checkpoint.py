@@ -163,7 +163,12 @@ def load_checkpoint(
 
 def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
     """The method of a checkpoint, without reading its weights; raises as ``load_checkpoint`` does."""
-    return read_config(_folder(path_or_repo, revision, None), source=str(path_or_repo)).drafter_type
+    return config_of(path_or_repo, revision).drafter_type
+
+
+def config_of(path_or_repo: str | Path, revision: str | None = None) -> CheckpointConfig:
+    """The ``config.json`` of a checkpoint, without reading its weights; raises as ``load_checkpoint`` does."""
+    return read_config(_folder(path_or_repo, revision, None), source=str(path_or_repo))
 
 
 def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | None) -> Path:
