@@ -126,13 +126,14 @@ def chances(draft: DraftTree, logits: Tensor, sampling: Sampling) -> Tensor:
         return torch.tensor([at + 1 in rows for at, rows in zip(node.tolist(), verdict.rows, strict=True)])
 
     always, ever = passes(high), passes(low)
-    for _ in range(30):
+    for _ in range(24):  # to the rounding of float32
         middle = (low + high) / 2
         below = passes(middle)
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return torch.where(always, 1.0, torch.where(ever, low, 0.0)).view(count, size)
 
 
+@torch.inference_mode()
 def committed(kind: str, tree: str, sampling: Sampling, change: Callable[[DraftTree], DraftTree]) -> Tensor:
     """``[V] * NEW``: exact distribution of the next tokens; ``change``: made to every draft before it is verified."""
     weights, every = zip(*drafts(kind, tree, sampling), strict=True)
@@ -194,7 +195,7 @@ def bias(found: Tensor, sampling: Sampling) -> float:
 
 @pytest.mark.parametrize("warp", range(len(WARPS)))
 @pytest.mark.parametrize("tree", ["chain", "auto", "tree"])
-@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
 def test_the_output_is_the_targets(kind: str, tree: str, warp: int) -> None:
     """Catches a q before the Markov head or of another temperature, a Markov head that follows another node, siblings
     whose q is not without the earlier ones: any bias, also one that no sample shows."""

@@ -100,9 +100,9 @@ def test_the_published_counterexample() -> None:
 
 def test_lengths_that_vary_with_the_tokens() -> None:
     """Catches a rule that is right only where it verifies nothing: here it verifies one token or two, by the first."""
-    share, lengths = after_token_0(counterexample(VARYING), texts=16)
+    share, lengths = after_token_0(counterexample(VARYING), texts=12)
     assert share == pytest.approx(0.7, abs=0.05)
-    assert lengths[1] > 100 and lengths[2] > 100 and not lengths[0], lengths
+    assert lengths[1] > 100 and lengths[2] > 100 and lengths[0] <= 12, lengths  # 0: the last token of a text
 
 
 def committed(length: Callable[[Tensor], int], confidence: dict[tuple[int, ...], float], peeks: bool) -> Tensor:
