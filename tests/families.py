@@ -15,7 +15,7 @@ from typing import Any
 import tiny
 import torch
 from conformance import NO_EOS, prompt, rows_of
-from rigged import perturbed
+from rigged import dflash, eagle3, perturbed
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafters import Drafter, TargetModel, generate, make_drafter
@@ -23,8 +23,9 @@ from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoin
 from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
-from drafters.model.ends import load_frozen_ends
+from drafters.model.ends import load_frozen_ends, load_norm
 from drafters.model.fused import FAMILIES
+from drafters.model.stock import body_of, decoder_layers
 from train.configs import EagleConfig
 from train.core.losses import Pairs
 from train.eagle import EagleTask
@@ -113,11 +114,13 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
     for ids in texts:
         out = stock.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
         expected.append(out[0, LONG:].tolist())
+    check_norm(stock, folder)
     target = TargetModel.from_pretrained(str(folder), "float32", "cpu")
     near = perturbed(target, 0.02, 0)
     heads = [EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree=tree)) for tree in TREES]
+    newer = [eagle3(target, None, "dynamic", taps=[1, 2]), dflash(target, None, "chain", taps=[1, 2])]
     drafters = [make_drafter("autoregressive", target), make_drafter("prompt_lookup", target)]
-    drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads]
+    drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads, *newer]
     for drafter in drafters:
         assert decode(target, drafter, texts, new) == expected, type(drafter).__name__
     pair = generate(target, drafters[1], [texts[0], prompt(7, 9)], max_new_tokens=new, eos_token_id=NO_EOS)
@@ -126,6 +129,19 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
     row["Kangaroo"] = kangaroo(target, texts, new, expected)
     row["graphs"] = "yes" if family in FAMILIES else "no"
     return row
+
+
+def check_norm(stock: PreTrainedModel, folder: Path) -> None:
+    """What ``load_norm`` reads from the folder is the norm behind the model's layers."""
+    found: list[torch.Tensor] = []
+    body = body_of(stock)
+    hook = decoder_layers(body)[-1].register_forward_hook(
+        lambda layer, given, out: found.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        last = body(input_ids=torch.tensor([prompt(LONG)]), use_cache=False).last_hidden_state
+        assert torch.equal(load_norm(str(folder), "float32")(found[0]), last)
+    hook.remove()
 
 
 TREES = ("chain", "dynamic")
@@ -203,8 +219,8 @@ what differs.
 {rows}
 
 - engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself; graphs: a GPU captures `fused`
-- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, and EAGLE's chain and dynamic tree are those
-  of stock `generate`
+- decoding: greedy tokens of plain decoding, prompt lookup, a draft model, EAGLE's chain and dynamic tree, EAGLE-3's
+  dynamic tree and DFlash's chain are those of stock `generate`
 - EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention

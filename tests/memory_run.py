@@ -25,8 +25,8 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
-# A small model of 100,000 tokens, most of whose memory is the LM heads and rows of logits.
-WIDE = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 100_000}
+# A small model of 160,000 tokens, most of whose memory is the LM heads and rows of logits.
+WIDE = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 160_000}
 SHAPES = {"eagle": SHAPE, "eagle3": WIDE}
 CHANGES: dict[str, dict[str, Any]] = {
     "eagle": {"loss_chunk_rows": 1024},

@@ -1,8 +1,9 @@
-"""EAGLE-3 under the suite: each tree, an oracle with a draft vocabulary, noise, and random heads with every norm."""
+"""EAGLE-3 under the suite: each tree, `auto`, a hybrid, a draft vocabulary, noise, and random heads with every norm."""
 
 import conformance
 import tiny
-from rigged import eagle3
+from rigged import eagle3, goes_by
+from test_hybrid import hybrid
 
 NEWER = {"fc_norm": True, "norm_output": True, "layer": "qwen3", "layers": 2}
 KEPT = tiny.VOCAB_SIZE * 9 // 10
@@ -17,4 +18,11 @@ TestDynamicSome = conformance.suite(
 TestWindow = conformance.suite(
     lambda t: eagle3(t, None, "static", sliding_window=3, layers=2), families=("llama", "mistral-sliding")
 )
+TestAuto = conformance.suite(
+    lambda t: goes_by(eagle3(t, 0.4, "auto", **NEWER)), accepts="some", families=("llama",), remembers=True
+)
+TestHybrid = conformance.suite(
+    lambda t: hybrid(t, goes_by(eagle3(t, 0.4, "auto", kept=KEPT))), accepts="some", longest_draft=8,
+    families=("llama",), remembers=True,
+)  # fmt: skip
 TestDynamicRandomHead = conformance.suite(lambda t: eagle3(t, None, "dynamic", **NEWER), families=("llama",))

@@ -7,17 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 from published import assert_equal
 from safetensors.torch import load_file, save_file
 from test_eagle3_layouts import FORMS, USUAL, V31, save_head, save_target
-from test_vllm import PYTHON
+from test_vllm import PYTHON, ROOT
 from torch import Tensor
 
-from drafters.hub.checkpoint import load_checkpoint
+from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.layouts.export import export
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from drafters.model.draft_head import draft_ids
+from eval.configs import ParityConfig
+from eval.figures.certificate import begun
+from eval.figures.parity import FAULT, PASS, compared, decoded, served
+from eval.figures.readings import AS_LOADED
+from eval.report.tables import make_console
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"vLLM is not installed: there is no {PYTHON}")
 LONG = 9
@@ -86,3 +93,56 @@ def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Pa
                 logits, ids = head.lm_head(head.scored(fed_back)), draft_ids(weights.get("d2t"), target.vocab_size)
                 assert_equal(result["logits"] if ids is None else result["logits"][:, ids], logits)
                 assert ids is None or result["logits"].isinf().sum() == LONG * (target.vocab_size - len(ids))
+
+
+def swapped(weights: dict[str, Tensor]) -> None:
+    """Let the layer read the feature where the embedding was."""
+    for part in ("q", "k", "v"):
+        name = f"layers.0.self_attn.{part}_proj.weight"
+        weights[name] = weights[name].roll(weights[name].shape[1] // 2, dims=1)
+
+
+# The name that eval.parity gives the mistake, and what makes it of the right head.
+FAULTS: dict[str, tuple[dict[str, Any], Any]] = {
+    AS_LOADED: ({}, None),
+    "layer ids one too high": ({"taps": [tiny_run.TAP + 1]}, None),
+    "feedback on the wrong side of the final norm": ({"norm_output": False}, None),
+    "embedding and feature swapped": ({}, swapped),
+    "d2t ignored": ({}, lambda weights: weights["d2t"].zero_()),
+}
+
+
+def test_faults_that_vllm_serves_are_named(tmp_path: Path) -> None:
+    """Catches conventions of its runner that its classes do not show, and a wrong head that passes or is misnamed.
+
+    It takes minutes: vLLM compiles for each head.
+    """
+    path = str(ROOT / "checkpoints" / "stdlib-target")
+    target = TargetModel.from_pretrained(path, "float32", "cpu")
+    prompts = begun(target, 8, 16, seed=0)
+    plain = make_drafter("autoregressive", target)
+    new = generate(target, plain, torch.tensor(prompts), max_new_tokens=48, eos_token_id=[]).tokens
+    texts = torch.cat([torch.tensor(prompts), new], dim=1)
+    features = tiny_run.write_texts(tmp_path / "f", target, [*texts], [torch.arange(64) >= 16] * len(texts))
+    keys = {"steps": 80, "batch_tokens": 512, "learning_rate": 2e-3, "eval_every": 1000, "lm_head_start": "target"}
+    keys |= {"tap_layers": [tiny_run.TAP], "ttt_steps": 3, "draft_vocab": len(texts.unique())}
+    right = tmp_path / "right"
+    tiny_run.train_here("eagle3", tiny_run.settings(path, features, right, fc_norm=True, norm_output=True, **keys))
+    drafter: Any = load_drafter(str(right), target, tree="chain", depth=3)
+    given = {"target": {"path": path, "dtype": "float32", "device": "cpu"}, "engine": "vllm", "python": str(PYTHON)}
+    given |= {"count": len(prompts), "max_new_tokens": 32, "depth": 3}
+    for number, (name, (options, change)) in enumerate(FAULTS.items()):
+        config, weights = load_checkpoint(right)
+        config["drafter"] |= options
+        if change is not None:
+            change(weights)
+        wrong = tmp_path / f"head-{number}"
+        save_checkpoint(wrong, weights, config, dtype=None)
+        asked = ParityConfig.model_validate(given | {"checkpoint": str(wrong)})
+        theirs, _ = served(drafter, prompts, asked, make_console())
+        found = compared(drafter, decoded(drafter, prompts, asked, AS_LOADED), theirs, prompts, asked)
+        assert found["readings"][0]["tau"]["value"] > 1.5  # so that there is something to compare
+        if change is None and not options:
+            assert found["verdict"] == PASS, found
+        else:
+            assert found["verdict"] == FAULT and name in found["named"], (name, found["named"])

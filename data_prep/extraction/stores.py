@@ -33,6 +33,7 @@ from drafters.cli.program import command
 from drafters.common.files import existing_folder
 from drafters.common.states import to_inputs
 from drafters.common.wording import size_text
+from drafters.model.ends import load_norm
 from drafters.model.files import load_config_only
 from drafters.model.target import TargetModel
 
@@ -262,6 +263,7 @@ def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buff
 def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
     """vLLM with room for the longest dialogue and the token that a request must generate; ValueError if too long."""
     model = load_config_only(config.target, config.revision)
+    load_norm(config.target, revision=config.revision)  # vLLM's worker reads it; what it cannot read is said now
     longest = max(length for split in work for length in split.encoded.lengths) + 1
     context = getattr(model, "max_position_embeddings", None)
     if context is not None and longest > context:

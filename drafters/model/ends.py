@@ -9,10 +9,9 @@ from transformers import PretrainedConfig
 
 from drafters.hub.checkpoint import TargetIdentity
 from drafters.model.files import load_config_only, meta_model, resolve_dtype
-from drafters.model.layers import layer_kind, made
 from drafters.model.loading import BASE, MERGE, config_and_adapter
-from drafters.model.stock import LogitChange, logit_change
-from drafters.model.weights import NORM, Weights, open_weights, stored_tensors
+from drafters.model.stock import LogitChange, final_norm, logit_change
+from drafters.model.weights import Weights, open_weights, stored_tensors
 
 
 class LMHead(nn.Linear):
@@ -105,16 +104,16 @@ def load_norm(
     """Read only the norm behind a target's last layer.
 
     Raises:
-        ValueError: no such model, or its tensors have other names than Llama's.
+        ValueError: no such model, or no norm behind its layers.
     """
-    kind = layer_kind(load_config_only(name, revision))
-    stored = stored_tensors(name, revision)
-    if NORM not in stored:
-        raise ValueError(f"{name}: no tensor named {NORM} in its safetensors files; its names must be Llama's")
-    weight = Weights(name, revision, kind.config, stored).read(NORM)
-    norm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
-    norm.load_state_dict({"weight": weight})
-    return norm.to(device, resolve_dtype(dtype)).requires_grad_(False)
+    config = load_config_only(name, revision)
+    weights = Weights(name, revision, config, stored_tensors(name, revision))
+    norm = final_norm(model := meta_model(config))
+    names = {id(one): key for key, one in model.named_parameters()}
+    own = {key: weights.read(weights.stored_name(model, names[id(one)])) for key, one in norm.named_parameters()}
+    norm = norm.to_empty(device=device)
+    norm.load_state_dict(own)
+    return norm.to(resolve_dtype(dtype)).requires_grad_(False)
 
 
 def read_tensors(name: str, revision: str | None, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

@@ -42,6 +42,16 @@ def decoder_layers(body: Any) -> nn.ModuleList:
     return max((part for part in body.modules() if isinstance(part, nn.ModuleList)), key=len)
 
 
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Return the norm behind the decoder layers; raises ValueError if there is none."""
+    body = body_of(model)
+    parts = list(body.children())
+    last = next((at for at, part in enumerate(parts) if part is decoder_layers(body)), len(parts))
+    if norms := [part for part in parts[last:] if "norm" in type(part).__name__.lower()]:
+        return norms[0]
+    raise ValueError(f"no norm found behind the layers of a {type(model).__name__}")
+
+
 def scopes(config: PretrainedConfig) -> dict[str, Scope]:
     """Return which earlier tokens each type of layer attends to.
 

@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.common.paths import readable
 from drafters.common.wording import shortened
@@ -36,7 +36,7 @@ from drafters.model.quantised import options, quantisation
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
-EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHOWN = 4  # tensors that a message names
 MOST_ANSWERS = 16  # models whose tensors were compared with their configurations, more than a program uses
 
@@ -84,19 +84,24 @@ class Weights:
 
     def _ends_of_its_class(self) -> tuple[str, str]:
         """The names in the files of what transformers' class of the model calls its ends."""
+        model = meta_model(self.config)
+        names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
+        embedding, head = (
+            self.stored_name(model, names[id(end.weight)])
+            for end in (model.get_input_embeddings(), model.get_output_embeddings())
+        )
+        return embedding, head
+
+    def stored_name(self, model: PreTrainedModel, name: str) -> str:
+        """The name in the files of the parameter that transformers' class, ``model``, calls ``name``."""
+        if name in self.stored:
+            return name
         # Imported here: an engine's process may import this module with transformers 4, which lacks it.
         from transformers.core_model_loading import revert_weight_conversion
 
-        model = meta_model(self.config)
-        names = {id(weights): name for name, weights in model.named_parameters(remove_duplicate=False)}
-        found: list[str] = []
-        ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
-        for end in ends:
-            name = names[id(end.weight)]
-            (before,) = revert_weight_conversion(model, {name: end.weight})
-            bare = name.removeprefix(f"{model.base_model_prefix}.")  # files of the model without its LM head
-            found.append(next((one for one in (name, before, bare) if one in self.stored), name))
-        return found[0], found[1]
+        (before,) = revert_weight_conversion(model, {name: model.get_parameter(name)})
+        bare = name.removeprefix(f"{model.base_model_prefix}.")  # files of the model without its LM head
+        return next((one for one in (before, bare) if one in self.stored), name)
 
     def path(self, key: str) -> str:
         """The file that holds a floating-point tensor, downloaded if it is on the Hub.
