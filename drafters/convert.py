@@ -1,13 +1,15 @@
 """Import a drafter in the form of its authors as a checkpoint of this toolkit; the reverse of ``drafters.export``.
 
-    python -m drafters.convert SOURCE --target MODEL --out FOLDER [--revision R] [--exit-layer N] [--layout L]
+    python -m drafters.convert SOURCE --target MODEL --out FOLDER
+        [--revision R] [--exit-layer N] [--layout L] [--taps 2,12,21]
 
 SOURCE is a folder or Hub repository of an EAGLE, EAGLE-2, EAGLE-3, DFlash or DSpark head or a Kangaroo adapter:
 config.json and model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter needs
---exit-layer, and some DFlash and DSpark heads need --layout, because their files do not tell it. FOLDER can be loaded
-(`load_drafter`), trained further (init_from) and published.
+--exit-layer, some DFlash and DSpark heads need --layout, and some EAGLE-3 heads --taps, because their files do not tell
+it. FOLDER can be loaded (`load_drafter`), trained further (init_from) and published.
 """
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
@@ -16,6 +18,14 @@ from drafters.common.paths import check_model
 from drafters.layouts.config import LOADS_AS_IT_IS, read_config
 
 LAYOUTS = ("fill-in", "anchor-first")
+
+
+def numbers(text: str) -> list[int]:
+    """argparse type of numbers of hidden states: 2,12,21."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ArgumentTypeError(f"must be whole numbers with commas between them, such as 2,12,21, found {text!r}")
+    return [int(part) for part in parts]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,6 +38,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--revision", help="of a source on the Hub")
     parser.add_argument("--exit-layer", type=positive, help="of a Kangaroo adapter: layers of the target before it")
     parser.add_argument("--layout", choices=LAYOUTS, help="of a DFlash or DSpark head: what a slot predicts")
+    parser.add_argument(
+        "--taps",
+        type=numbers,
+        metavar="2,12,21",
+        help="of an EAGLE-3, DFlash or DSpark head: the target's hidden states that it reads, 2 after 2 layers",
+    )
     given = parser.parse(arguments)
     check_new_folder(given.out, "--out")
     check_model(given.source, "source", given.revision)
@@ -38,7 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         revisions = given.revision, given.target_revision
-        for notice in convert(given.source, given.target, given.out, given.exit_layer, *revisions, given.layout):
+        stated = given.layout, given.taps
+        for notice in convert(given.source, given.target, given.out, given.exit_layer, *revisions, *stated):
             print(f"note: {notice}")
     print(given.out)
 

@@ -3,10 +3,11 @@
     python -m eval.parity --checkpoint F --target T --engine vllm|sglang [--prompts FILE] [key=value ...]
     python -m eval.parity --checkpoint F --target T --engine ours
 
-The engine and our loop decode the same prompts greedily, with drafts that are chains. The check passes if acceptance is
-the same within two standard errors at every position. If not, our loop tries the known mistakes, and the check names
-those that reproduce the engine's acceptance. ``--engine ours`` needs no engine: it says which reading of the checkpoint
-accepts most. Without a prompt file the target samples the beginnings.
+The engine and our loop decode the same prompts greedily, with drafts that are chains. The check passes if drafts are as
+long, and acceptance is the same within two standard errors at every position. If not, our loop tries the known
+mistakes, and the check names those that reproduce the engine's acceptance. ``--engine ours`` needs no engine: it says
+which reading of the checkpoint accepts most, and what to change. Without a prompt file the target samples the
+beginnings.
 
 Writes parity.json and parity.md into ``out``. The exit status is 0 for a check that passed.
 """

@@ -3,7 +3,9 @@
 Tests of what lowers acceptance need a trained head: drafts of random weights are never accepted.
 """
 
+import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import tiny
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters import TargetModel, generate, make_drafter
+from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Head, Eagle3Options
 
 TAPS, KEPT, DEPTH = [1, 2, 3], 80, 3  # states, draft tokens, tokens of a chain
@@ -51,6 +54,14 @@ def eagle3() -> Eagle3Drafter:
     head.lm_head.weight.data.copy_(target().model.get_output_embeddings().weight[ids])
     train(head, ids)
     return Eagle3Drafter(target(), head, Eagle3Options(tree="chain", depth=DEPTH, **options()))
+
+
+def save_eagle3(folder: Path) -> None:
+    """Save the head as ``folder/head``, and the target as ``folder/target``."""
+    target().model.save_pretrained(folder / "target")
+    given = make_config("eagle3", options(), target())
+    given["target"]["name"] = str(folder / "target")
+    save_checkpoint(folder / "head", copy.deepcopy(eagle3().module), given)
 
 
 @torch.enable_grad()

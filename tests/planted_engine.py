@@ -1,6 +1,6 @@
 """A worker for eval.parity that needs no engine: our own loop, with the mistake that PLANTED names.
 
-HEAD: folder of our checkpoint; an engine would load the exported one.
+HEAD: folder of our checkpoint; an engine would load the exported one. DRAFTS: tokens of a draft, if not the given ones.
 """
 
 import os
@@ -18,7 +18,8 @@ class Planted:
 
         assert Path(job["drafter"]).is_dir() and job["drafter"] != os.environ["HEAD"]
         self._target = TargetModel.from_pretrained(job["target"], job["dtype"], "cpu")
-        drafter: Any = load_drafter(os.environ["HEAD"], self._target, tree="chain", depth=job["gamma"])
+        depth = int(os.environ.get("DRAFTS", job["gamma"]))
+        drafter: Any = load_drafter(os.environ["HEAD"], self._target, tree="chain", depth=depth)
         mistakes = BLOCK_MISTAKES if job["method"] == "dflash" else MISTAKES
         planted = [mistake.plant(drafter) for mistake in mistakes if mistake.name == os.environ["PLANTED"]]
         (self._drafter,) = planted or [drafter]

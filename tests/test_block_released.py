@@ -126,7 +126,8 @@ def test_an_ambiguous_folder_names_the_key(
     line = [str(tmp_path / "released"), "--target", target.name, "--out", str(tmp_path / "ours")]
     assert status(drafters.convert.main, *line) == 1
     told = capsys.readouterr().err
-    for part in ("does not say its layout", 'add "sample_from_anchor": true', "or give --layout", "eval.parity"):
+    advice = "--out OUT --layout anchor-first (and --layout fill-in). Then python -m eval.parity --checkpoint OUT"
+    for part in ("does not say its layout", 'State it by "sample_from_anchor": true (anchor-first)', advice):
         assert part in told
     assert status(drafters.export.main, "--check", str(tmp_path / "released"), "--target", target.name) == 1
     assert "does not say its layout" in capsys.readouterr().err
@@ -159,6 +160,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         "trained with sliding windows of 2048 tokens",
     ),
     "another method": (lambda c, w: c.update(speculators_model_type="dflash2"), "speculators_model_type is 'dflash2'"),
+    "a group as a list": (lambda c, w: c.update(dflash_config=["x"]), r"dflash_config must be an object .*\['x'\]"),
     "two values": (lambda c, w: (c.update(mask_token_id=3)), "mask_token_id is 2 in dflash_config and 3 beside it"),
     "two layouts": (flash(sample_from_anchor=True), r"two layouts: fill-in .made_from: layout., anchor-first .sample"),
     "a layout of no name": (lambda c, w: c["made_from"].update(layout="shifted"), "layout is 'shifted', and must be"),
@@ -249,7 +251,9 @@ def test_the_command_line_must_agree(served: Path, target: TargetModel, tmp_path
     """Catches --layout that overrides what the folder states, and one given for a head that has none."""
     with pytest.raises(ValueError, match=r"two layouts: .* anchor-first .--layout.; correct config\.json"):
         convert(str(served / "dflash"), target.name, tmp_path / "out", layout="anchor-first")
-    convert(str(served / "dflash"), target.name, tmp_path / "out", layout="fill-in")
+    with pytest.raises(ValueError, match=r"means the hidden states \[1, 2, 3\], and --taps \[2, 3, 4\]"):
+        convert(str(served / "dflash"), target.name, tmp_path / "out", taps=[2, 3, 4])
+    convert(str(served / "dflash"), target.name, tmp_path / "out", layout="fill-in", taps=[1, 2, 3])
     same(tmp_path / "out", served / "flash")
 
 

@@ -112,6 +112,8 @@ def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> 
     head = release(tmp_path / "head", released_config(target, bias=False), eagle_weights(target, None))
     with pytest.raises(ValueError, match="--exit-layer is 2, and .*head is an EAGLE head, .*; leave it out"):
         convert(head, target.name, tmp_path / "no", exit_layer=2)
+    with pytest.raises(ValueError, match=r"--taps is \[1\], and .*head is an EAGLE head, .*; leave it out"):
+        convert(head, target.name, tmp_path / "no", taps=[1])
     with pytest.raises(ValueError, match=f"--exit-layer is 1, and .* was trained behind layer {EXIT}"):
         convert(str(tmp_path / "kangaroo"), target.name, tmp_path / "again", exit_layer=1)
 

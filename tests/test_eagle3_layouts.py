@@ -27,7 +27,7 @@ V31 = {"fc_norm": True, "norm_output": True}
 FORMS: dict[str, dict[str, Any]] = {
     "official": {"draft_vocab_size": 60},
     "vllm": {"taps": [0, 3, 6, 7], "layers": 2, "layer": "qwen3", "norm_before_residual": True, **V31},
-    "sglang": {"taps": [0, 3, 6], "draft_vocab_size": 60, **V31},
+    "sglang": {"taps": [0, 3, 6], "draft_vocab_size": 60, "trained_steps": 7, **V31},
     "speculators": {"draft_vocab_size": 60, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "llama.cpp": {"taps": [1, 3, 7], "own_lm_head": False, "norm_before_fc": True},
 }

@@ -62,6 +62,7 @@ READ: dict[str, tuple[Change, dict[str, Any], str, list[int]]] = {
     "former names": (former_names, V31, "", USUAL),
     "inputs": (with_ids(*USUAL), {}, r"inputs of layers, .* SGLang would read the states \[3, 4, 5\]", USUAL),
     "up to the end": (with_ids(3, 5, 7), {}, "are inputs of layers", [3, 5, 7]),
+    "the embeddings": (with_ids(-1, 3, 5), {}, "are outputs of layers", [0, 4, 6]),
     "key at the top": (with_ids(1, 3, 5, key=IDS), {}, "", [1, 3, 5]),
     "none": (lambda c, w: (specforge(c, w), c.pop("eagle_config")), {}, "names no states: it reads", USUAL),
     "a window": (lambda c, w: c.update(use_sliding_window=True, sliding_window=512), {}, "window of 512", USUAL),
@@ -141,8 +142,11 @@ WRONG: dict[str, tuple[Change, str]] = {
     "ambiguous": (
         lambda c, w: (c.update(architectures=["LlamaForCausalLMEagle3"]), c.pop("made_from"),
                       c["eagle_config"].update({IDS: [1, 3, 5]})),
-        r"may mean the hidden states \[2, 4, 6\] \(SGLang.* or \[1, 3, 5\] \(vLLM.*\{.taps.: \[...\]\}",
+        r"may mean the hidden states \[2, 4, 6\] \(SGLang.* or \[1, 3, 5\] \(vLLM.*\{.taps.: \[...\]\}.*"
+        r"--out OUT --taps 2,4,6 \(and --taps 1,3,5\)\. Then python -m eval\.parity --checkpoint OUT",
     ),
+    "a group as text": (lambda c, w: c.update(eagle_config="x"), "eagle_config must be an object of .*, found 'x'"),
+    "steps as text": (lambda c, w: c["made_from"].update(trained_steps="x"), "trained_steps"),
 }  # fmt: skip
 # What an import can do without, and an engine cannot.
 SERVED_WRONG: dict[str, tuple[Change, str]] = {
@@ -160,6 +164,21 @@ SERVED_WRONG: dict[str, tuple[Change, str]] = {
     "architecture": (lambda c, w: c.update(architectures=["Llama"]), "architectures is Llama; known: LlamaForCausalLM"),
     "another target": (lambda c, w: c["made_from"].update(target_fingerprint="x"), "it is for another target .fingerp"),
 }  # fmt: skip
+# What an import only notes, and an engine may serve otherwise than it was trained.
+DOUBTFUL: dict[str, tuple[Change, str]] = {
+    "a window": (
+        lambda c, w: c.update(use_sliding_window=True, sliding_window=512), "its window of 512 tokens is not that of"
+    ),
+    "windows of some layers": (
+        lambda c, w: c.update(layer_types=["sliding_attention", "full_attention"], sliding_window=512),
+        "its window of 512 tokens is not that of all",
+    ),
+    "SpecForge's norm_output": (
+        lambda c, w: (c.update(architectures=["LlamaForCausalLMEagle3"]), c.pop("made_from"),
+                      c["eagle_config"].update({IDS: [1, 2, 3]})),
+        'SpecForge up to 0.3.0 fed back .* set "norm_output": false in config.json, else state it with "made_from"',
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +188,10 @@ def served(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder / "vllm"
 
 
-@pytest.mark.parametrize("case", [*WRONG, *SERVED_WRONG])
+@pytest.mark.parametrize("case", [*WRONG, *SERVED_WRONG, *DOUBTFUL])
 def test_contradictions_are_refused(case: str, served: Path, target: TargetModel, tmp_path: Path) -> None:
     """Catches a folder that is imported or served in the wrong one of its readings: acceptance falls, nothing fails."""
-    change, message = (WRONG | SERVED_WRONG)[case]
+    change, message = (WRONG | SERVED_WRONG | DOUBTFUL)[case]
     config, weights = written(served)
     change(config, weights)
     folder = tmp_path / "changed"
@@ -184,18 +203,49 @@ def test_contradictions_are_refused(case: str, served: Path, target: TargetModel
         with pytest.raises(ValueError, match=message):
             convert(str(folder), target.name, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    if case in DOUBTFUL:
+        assert any(re.search(message, note) for note in convert(str(folder), target.name, tmp_path / "out"))
 
 
-def test_taps_in_the_config_settle_what_is_ambiguous(served: Path, target: TargetModel, tmp_path: Path) -> None:
-    """Catches advice of an error that does not help."""
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("a window", {"layer_types": ["sliding_attention"]}),
+        ("SpecForge's norm_output", {"made_from": {"norm_output": True}}),
+    ],
+)
+def test_a_doubt_can_be_settled(case: str, keys: Config, served: Path, target: TargetModel, tmp_path: Path) -> None:
+    """Catches a head that was trained as its folder says, and is refused for ever."""
+    config, weights = written(served)
+    DOUBTFUL[case][0](config, weights)
+    rewrite(tmp_path, config | keys, weights)
+    assert "is an EAGLE-3 head for " in check(tmp_path, None, target.name)
+
+
+def test_what_the_user_states_settles_what_is_ambiguous(
+    served: Path, target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches advice of an error that does not help, and --taps that override what the folder says."""
     config, weights = written(served)
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [1, 3, 5]}}
+    line = ["--target", target.name, "--out"]
     for taps in ([2, 4, 6], [1, 3, 5]):
-        folder = tmp_path / f"{taps[0]}"
+        folder, option = tmp_path / f"{taps[0]}", ["--taps", ",".join(map(str, taps))]
         folder.mkdir()
         rewrite(folder, config | {"made_from": {"taps": taps}}, weights)
         convert(str(folder), target.name, tmp_path / f"{taps[0]}-ours")
         assert load_checkpoint(tmp_path / f"{taps[0]}-ours")[0]["drafter"]["taps"] == taps
+        assert status(drafters.convert.main, str(folder), *line, str(tmp_path / f"{taps[0]}-both"), *option) == 0
+        rewrite(folder, {key: value for key, value in config.items() if key != "made_from"}, weights)
+        assert status(drafters.convert.main, str(folder), *line, str(tmp_path / f"{taps[0]}-given"), *option) == 0
+        assert load_checkpoint(tmp_path / f"{taps[0]}-given")[0]["drafter"]["taps"] == taps
+    rewrite(folder, config | {"made_from": {"taps": [1, 3, 5]}}, weights)
+    for given, told in (
+        ("2,4,6", "means the hidden states [1, 3, 5], and --taps [2, 4, 6]; correct one"),
+        ("1,3", "--taps names 2 states, [1, 3], and fc.weight takes 3"),
+    ):
+        assert status(drafters.convert.main, str(folder), *line, str(tmp_path / "no"), "--taps", given) == 1
+        assert told in capsys.readouterr().err
 
 
 def test_the_check_names_who_would_read_other_states(
@@ -211,6 +261,11 @@ def test_the_check_names_who_would_read_other_states(
     assert "would read the hidden states [0, 2, 5], and the head was trained on [1, 3, 6]" in capsys.readouterr().err
     assert status(drafters.export.main, *line[:2]) == 1
     assert "checked against its target; add --target MODEL" in capsys.readouterr().err
+    config, weights = written(tmp_path / "sglang")
+    specforge(config, weights)
+    rewrite(tmp_path / "sglang", config, weights)
+    assert status(drafters.export.main, *line) == 0
+    assert "note: its eagle_aux_hidden_state_layer_ids [1, 2, 3] are outputs of layers" in capsys.readouterr().out
     export(head, "vllm", tmp_path / "vllm")
     assert "for vLLM and llama.cpp, " in check(tmp_path / "vllm", "vllm", target.name)
     status(drafters.convert.main, str(tmp_path / "vllm"), "--target", target.name, "--out", str(tmp_path / "ours"),

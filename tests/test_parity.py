@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,17 +17,23 @@ from programs import status
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import drafters.convert
 import eval.parity
 from drafters import generate
+from drafters.layouts.export import export
 from drafters.loop.generate import Step, Trace
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.eagle3 import Eagle3Drafter
+from drafters.methods.dspark import DSparkOptions
+from drafters.methods.eagle import EagleDrafter, EagleOptions
+from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from eval.configs import ParityConfig
 from eval.figures.parity import FAULT, PASS, compared, decoded, ranked
-from eval.figures.readings import AS_LOADED, Rate, acceptance, agreement, apart, explaining, pooled, reading
-from eval.measure.mistakes import MISTAKES
+from eval.figures.readings import AS_LOADED, SHORTER, Rate, acceptance, agreement, apart, explaining, pooled, reading
+from eval.measure.block_mistakes import BLOCK_MISTAKES
+from eval.measure.mistakes import MISTAKES, RETRAIN, remade
 from eval.measure.runner import Outcome
+from eval.report.parity import markdown, verdict_lines
 
 ROOT = Path(__file__).parents[1]
 BY_NAME = {mistake.name: mistake for mistake in MISTAKES}
@@ -132,6 +139,47 @@ def test_without_an_engine_the_right_reading_is_found() -> None:
     assert right["verdict"] == PASS and right["named"][0] == AS_LOADED
 
 
+class Stops(EagleDrafter):
+    """Drafts nothing after half of the new tokens."""
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        return super().propose(state) if state.length < overfitted.BEGUN + overfitted.NEW // 2 else state.nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"depth": 1}, {"mixin": Stops}])
+def test_shorter_drafts_are_a_fault(changes: dict[str, Any]) -> None:
+    """Catches an engine that drafts one token, or none after some text: each position accepts what it should."""
+    short = decoded(remade(overfitted.eagle3(), **changes), half(0), CONFIG, "")
+    found = compared(overfitted.eagle3(), ours(AS_LOADED), short, half(0), CONFIG)
+    (loaded,) = found["readings"]
+    assert loaded["within"] and max(map(abs, loaded["apart"])) < 2  # acceptance does not show it
+    assert (found["verdict"], found["named"]) == (FAULT, [SHORTER]) and loaded["drafted"]["value"] == overfitted.DEPTH
+    drafted = found["engine"]["drafted"]["value"]
+    assert drafted < 2
+    told = verdict_lines(found | {"environment": {"config": {"engine": "vllm"}}})
+    assert told[0] == f"fault: vllm drafts {drafted:.2f} tokens a step, and our loop 3.00"
+    assert told[1].startswith("shorter drafts: check num_speculative_tokens of the engine, and max_position_embeddings")
+
+
+@pytest.mark.slow
+def test_shorter_drafts_with_a_mistake_in_them() -> None:
+    """Catches a mistake that hides that drafts are shorter, and one that is not looked for because they are."""
+    name = "fc_norm left out"
+    short = decoded(remade(planted(name), depth=1), half(0), CONFIG, "")
+    with mock.patch("eval.figures.parity.decoded", lambda drafter, prompts, config, name: ours(name)):
+        found = compared(overfitted.eagle3(), ours(AS_LOADED), short, half(0), CONFIG)
+    assert found["verdict"] == FAULT and found["named"][0] == SHORTER and name in found["named"]
+
+
+def test_tau_is_compared_too() -> None:
+    """Catches an engine whose drafts are as long and as often accepted, and which commits fewer tokens of them."""
+    right = [outcome([1] * 13, *[(2, 2, 3)] * 4) for _ in range(8)]
+    wrong = [outcome([1] * 13, *[(2, 2, 2)] * 6) for _ in range(8)]
+    found = reading(AS_LOADED, "", right, wrong, 2)
+    assert found.as_long and found.apart == [0.0, 0.0] and not found.within
+
+
 def chain(
     drafter: Eagle3Drafter, known: list[int], moved: int, own: bool, theta: float | None, ids: Tensor
 ) -> list[int]:
@@ -187,6 +235,7 @@ def test_acceptance_by_position() -> None:
     prompts = [outcome([1] * 8, (2, 2, 3), (2, 0, 1), (1, 1, 2)), outcome([1] * 3, (2, 1, 2), (0, 0, 1))]
     found = acceptance(prompts, 3)
     assert found.tau is not None and found.tau.value == pytest.approx(9 / 5)
+    assert found.drafted is not None and found.drafted.value == pytest.approx(2)  # two steps have room for 3 tokens
     assert [rate and round(rate.value, 4) for rate in found.cumulative] == [0.75, 0.3333, None]
     assert [rate and round(rate.value, 4) for rate in found.conditional] == [0.75, 0.5, None]
 
@@ -234,6 +283,66 @@ def test_the_program_names_a_fault_of_a_served_head(tmp_path: Path, monkeypatch:
     assert found["engine"]["tau"]["value"] > 1.2
     page = (tmp_path / "parity.md").read_text()
     assert f"- {fault}: check {BY_NAME[fault].check}" in page
+
+
+def program(folder: Path, head: Path, *more: Any) -> tuple[int, dict[str, Any]]:
+    """Exit status and parity.json of the check of a head of ``overfitted``, on prompts that it learnt."""
+    line = ["--checkpoint", head, "--target", folder / "target", f"out={folder / 'out'}", "threads=1", "batch=16"]
+    line += ["target.dtype=float32", "target.device=cpu", f"max_new_tokens={overfitted.NEW}", "depth=3", *more]
+    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: half(0)):
+        found = status(eval.parity.main, *line)
+    written = folder / "out" / "parity.json"
+    return found, json.loads(written.read_text()) if written.exists() else {}
+
+
+@pytest.mark.slow
+def test_the_program_names_shorter_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a verdict of the program that does not look at the length of drafts, and a page that hides it."""
+    overfitted.save_eagle3(tmp_path)
+    for name, value in {"HEAD": str(tmp_path / "head"), "PLANTED": "", "DRAFTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    worker = ["--engine", "vllm", f"python={sys.executable}", "module=tests.planted_engine"]
+    code, found = program(tmp_path, tmp_path / "head", *worker)
+    assert (code, found["verdict"], found["named"]) == (1, FAULT, [SHORTER])
+    assert "- shorter drafts: check num_speculative_tokens" in (tmp_path / "out" / "parity.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_probe_settles_an_ambiguous_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches advice that leads nowhere: from the error of a folder with two readings to the right one, as typed."""
+    overfitted.save_eagle3(tmp_path)
+    source, ours = tmp_path / "released", tmp_path / "ours"
+    export(str(tmp_path / "head"), "sglang", source)
+    config = json.loads((source / "config.json").read_text())
+    del config["made_from"]
+    (source / "config.json").write_text(json.dumps(config))
+    line = [source, "--target", tmp_path / "target", "--out", ours]
+    assert status(drafters.convert.main, *line) == 1
+    told = capsys.readouterr().err
+    assert f"python -m drafters.convert {source} --target T --out OUT --taps 1,2,3 (and --taps 0,1,2)" in told
+    assert "python -m eval.parity --checkpoint OUT --target T --engine ours says which accepts more" in told
+    assert program(tmp_path, source, "--engine", "ours")[0] == 1
+    assert f"imported first: python -m drafters.convert {source} --target MODEL --out" in capsys.readouterr().err
+    assert status(drafters.convert.main, *line, "--taps", "0,1,2") == 0  # the wrong one
+    code, found = program(tmp_path, ours, "--engine", "ours")
+    assert (code, found["named"]) == (1, ["layer ids one too high"])
+    assert "layer ids one too high: raise each number of taps by one" in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_fix_names_something_to_change() -> None:
+    """Catches advice for engines where the checkpoint has to change, and a key that heads do not have."""
+    keys = {*EagleOptions.model_fields, *Eagle3Options.model_fields, *DSparkOptions.model_fields}
+    for mistake in (*MISTAKES, *BLOCK_MISTAKES):
+        words = {*re.findall(r"\w+", mistake.fix)}
+        assert mistake.fix == RETRAIN or words & keys or "weights" in words or "q_proj" in words, mistake.name
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").rglob("parity/*.json")), ids=lambda file: file.stem)
+def test_committed_results_are_read(file: Path) -> None:
+    """Catches a page that needs keys which earlier checks did not write."""
+    found = json.loads(file.read_text())
+    page = markdown(found)
+    assert f": {found['verdict']}\n" in page and "| as loaded |" in " ".join(page.split())
 
 
 @pytest.mark.parametrize(

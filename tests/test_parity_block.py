@@ -13,14 +13,20 @@ import pytest
 from conformance import plain_greedy
 from overfitted import BEGUN, NEW, texts
 from programs import status
+from safetensors.torch import load_file
+from test_block_released import specforge
+from test_eagle3_layouts import rewrite
 
+import drafters.convert
 import eval.parity
 from drafters import generate
 from drafters.hub.checkpoint import make_config, save_checkpoint
+from drafters.layouts.export import export
 from eval.configs import ParityConfig
-from eval.figures.parity import FAULT, PASS, decoded, ranked
+from eval.figures.parity import FAULT, PASS, compared, decoded, ranked
 from eval.figures.readings import AS_LOADED
 from eval.measure.block_mistakes import BLOCK_MISTAKES
+from eval.measure.mistakes import remade
 from eval.measure.runner import Outcome
 
 CONFIG = ParityConfig.model_validate(
@@ -29,6 +35,8 @@ CONFIG = ParityConfig.model_validate(
 )
 FIRST_NORM = "context keys with the first layer's k_norm"
 OTHER = {"dflash": "anchor-first", "dspark": "fill-in"}  # not the one that was trained
+BY_NAME = {mistake.name: mistake for mistake in BLOCK_MISTAKES}
+LATE = "Markov bias of the token before"
 
 
 def prompts() -> list[list[int]]:
@@ -64,7 +72,8 @@ def test_the_probe_finds_states_one_layer_apart() -> None:
 @pytest.mark.parametrize("mistake", BLOCK_MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
     """Catches a mistake that changes nothing, the shared drafter, or the output."""
-    drafter = overfitted_block.drafter("dflash")
+    method = "dspark" if "Markov" in mistake.name else "dflash"
+    drafter = overfitted_block.drafter(method)
     before = {name: value.clone() for name, value in drafter.module.state_dict().items()}
     wrong, prompt = mistake.plant(drafter), prompts()[0]
     assert wrong is not None and wrong is not drafter
@@ -72,7 +81,45 @@ def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
     assert tokens[-NEW:] == plain_greedy(drafter.target, prompt, NEW)[-NEW:]
     assert all(value.equal(before[name]) for name, value in drafter.module.state_dict().items())
     made = decoded(wrong, prompts(), CONFIG, mistake.name)
-    assert [one.trace and one.trace.steps for one in made] != [one.trace and one.trace.steps for one in right("dflash")]
+    assert [one.trace and one.trace.steps for one in made] != [one.trace and one.trace.steps for one in right(method)]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(method, "wrong mask token") for method in OTHER] + [("dspark", "Markov head ignored"), ("dspark", LATE)],
+)
+def test_a_planted_fault_is_named(method: str, name: str) -> None:
+    """Catches a mistake that the check does not try on this head, or does not tell from the others."""
+    head = copy.deepcopy(overfitted_block.drafter(method).module)
+    if method == "dspark":
+        head.markov_head.markov_w2.weight.data *= 8  # so that drafts depend on it: the states tell these texts, too
+    drafter = remade(overfitted_block.drafter(method), head)
+    theirs = decoded(BY_NAME[name].plant(drafter), prompts(), CONFIG, name)
+    found = compared(drafter, decoded(drafter, prompts(), CONFIG, AS_LOADED), theirs, prompts(), CONFIG)
+    assert found["verdict"] == FAULT and found["named"][0] == name, found["named"]
+    assert BY_NAME[name].plant(overfitted_block.drafter("dflash")) is None or name == "wrong mask token"
+
+
+def test_the_late_markov_head_reads_the_token_before() -> None:
+    """Catches a fault planted in another slot: the first two read the anchor, slot k the draft token k - 2."""
+    drafter, made = overfitted_block.drafter("dspark"), []
+    wrong = BY_NAME[LATE].plant(drafter)
+    slots, propose = wrong.slots, wrong.propose
+    with mock.patch.object(wrong, "slots", lambda *given: made.append(slots(*given)) or made[-1]):
+
+        def compare(state: Any) -> Any:
+            draft = propose(state)
+            if draft.size == overfitted_block.DEPTH:
+                read = [int(tokens) for tokens in made[-1]._previous]
+                root = state.tokens[0][-1]
+                assert read == [root, root, int(draft.tokens[0, 0])]
+                seen.append(draft)
+            return draft
+
+        seen: list[Any] = []
+        with mock.patch.object(wrong, "propose", compare):
+            generate(drafter.target, wrong, [prompts()[0]], max_new_tokens=14, eos_token_id=[])
+    assert len(seen) > 1
 
 
 def saved(folder: Path, head: Any = None, method: str = "dflash", **options: Any) -> list[Any]:
@@ -94,9 +141,33 @@ def test_the_program_says_which_layout(tmp_path: Path, capsys: pytest.CaptureFix
     assert "its DFlash predicts no token at the anchor" in capsys.readouterr().err
     with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):  # those that it learnt
         assert status(eval.parity.main, *line, "--engine", "ours") == 1
-    assert "check sample_from_anchor: true is anchor-first" in capsys.readouterr().out
+    assert "the other layout: import it again with the other --layout" in " ".join(capsys.readouterr().out.split())
     found = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert found["named"][0] == "the other layout"
+
+
+def test_the_probe_settles_an_ambiguous_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches advice that leads nowhere: from the error of a folder with two layouts to the right one, as typed."""
+    line = saved(tmp_path, method="dspark")
+    source, ours = tmp_path / "released", tmp_path / "ours"
+    export(str(tmp_path / "head"), "vllm", source)
+    config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    specforge(config, weights)
+    rewrite(source, config, weights)
+    given = [source, "--target", tmp_path / "target", "--out", ours]
+    assert status(drafters.convert.main, *given) == 1
+    told = capsys.readouterr().err
+    assert f"drafters.convert {source} --target T --out OUT --layout anchor-first (and --layout fill-in)" in told
+    assert "python -m eval.parity --checkpoint OUT --target T --engine ours says which accepts more" in told
+    line += [f"depth={overfitted_block.DEPTH}", "--engine", "ours"]
+    assert status(eval.parity.main, "--checkpoint", source, *line[2:]) == 1
+    assert f"imported first: python -m drafters.convert {source} --target MODEL --out" in capsys.readouterr().err
+    assert status(drafters.convert.main, *given, "--layout", "fill-in") == 0  # the wrong one
+    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):
+        assert status(eval.parity.main, "--checkpoint", ours, *line[2:]) == 1
+    found = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert found["named"] == ["the other layout"], found["readings"]
+    assert "the other layout: import it again with the other --layout" in " ".join(capsys.readouterr().out.split())
 
 
 def test_vllm_names_its_fault_of_several_layers(

@@ -75,6 +75,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--check", "checkpoints/stdlib-eagle"], "is a drafter of this toolkit; export it first"),
     ],
     "drafters.convert": [
+        (["x", "--target", TARGET, "--out", "x", "--taps", "2,x"], "--taps: must be whole numbers with commas"),
         (["./none", "--target", TARGET, "--out", "x"], "source: there is no folder ./none"),
         (["checkpoints/stdlib-eagle", "--target", "./none", "--out", "x"], "--target: there is no folder ./none"),
         (

@@ -1,6 +1,5 @@
 """`python -m eval.parity --engine sglang`: the worker, with a fake ``sglang`` that sends chunks as 0.5.23 does."""
 
-import copy
 import json
 import shutil
 import sys
@@ -17,7 +16,6 @@ from conformance import plain_greedy
 from programs import status
 
 import eval.parity
-from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.layouts.export import export
 from eval.engine_workers.sglang_worker import SGLang, accepted_tokens, arguments
 from eval.entries import EngineEntry
@@ -37,11 +35,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def eagle3(folder: Path) -> list[Any]:
     """Save the head that learnt texts by heart, and its target."""
-    drafter = overfitted.eagle3()
-    drafter.target.model.save_pretrained(folder / "target")
-    given = make_config("eagle3", overfitted.options(), drafter.target)
-    given["target"]["name"] = str(folder / "target")
-    save_checkpoint(folder / "head", copy.deepcopy(drafter.module), given)
+    overfitted.save_eagle3(folder)
     return overfitted.texts()[:6, : overfitted.BEGUN].tolist()
 
 

@@ -50,8 +50,10 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     if "draft_vocab" in more:
         assert torch.equal(drafter.lm_head.ids.int(), run.task.draft_ids)
         assert 0 < float(run.task.heads.ids.max()) < tiny.VOCAB_SIZE
-    with pytest.warns(UserWarning, match="trained on 3 steps"):
-        load_drafter(str(out), target, tree="chain", depth=4)
+    assert drafter.tree == "auto" and drafter.depth == 3  # not 8: it was trained on 3 steps
+    for deeper in ({"tree": "chain", "depth": 4}, {"tree": "static"}):
+        with pytest.warns(UserWarning, match="trained on 3 steps"):
+            load_drafter(str(out), target, **deeper)
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
 
 

@@ -121,12 +121,12 @@ def test_faults_that_vllm_serves_are_named(tmp_path: Path) -> None:
     path, bare = str(ROOT / "checkpoints" / "stdlib-target"), str(tmp_path / "bare")
     shutil.copytree(path, bare, ignore=shutil.ignore_patterns("*token*", "*.jinja"))  # the store has no hash of them
     target = TargetModel.from_pretrained(path, "float32", "cpu")
-    prompts = begun(target, 8, 16, seed=0)
+    prompts = begun(target, 32, 16, seed=0)
     plain = make_drafter("autoregressive", target)
     new = generate(target, plain, torch.tensor(prompts), max_new_tokens=48, eos_token_id=[]).tokens
     texts = torch.cat([torch.tensor(prompts), new], dim=1)
     features = tiny_run.write_texts(tmp_path / "f", target, [*texts], [torch.arange(64) >= 16] * len(texts))
-    keys = {"steps": 80, "batch_tokens": 512, "learning_rate": 2e-3, "eval_every": 1000, "lm_head_start": "target"}
+    keys = {"steps": 150, "batch_tokens": 1024, "learning_rate": 2e-3, "eval_every": 1000, "lm_head_start": "target"}
     keys |= {"tap_layers": [tiny_run.TAP], "ttt_steps": 3, "draft_vocab": len(texts.unique())}
     right = tmp_path / "right"
     tiny_run.train_here("eagle3", tiny_run.settings(bare, features, right, fc_norm=True, norm_output=True, **keys))

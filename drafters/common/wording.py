@@ -42,8 +42,8 @@ def with_article(noun: str) -> str:
 def how_to_import(source: str) -> str:
     """The command that imports ``source``, if that is a head in the form of its authors."""
     return (
-        "A released EAGLE head or Kangaroo adapter is imported first: python -m drafters.convert "
-        f"{source} --target MODEL --out FOLDER (of Kangaroo with --exit-layer N)"
+        f"A released head or an export is imported first: python -m drafters.convert {source} --target MODEL --out "
+        "FOLDER (a Kangaroo adapter with --exit-layer N)"
     )
 
 

@@ -27,15 +27,16 @@ from transformers import PretrainedConfig
 from drafters.common.states import dflash_taps, from_inputs, from_outputs, to_outputs
 from drafters.common.wording import shortened
 from drafters.layouts import state_heads
-from drafters.layouts.config import CONFIG_FILE, made_from, size
-from drafters.layouts.released import block_method
+from drafters.layouts.config import CONFIG_FILE, group, made_from, size
+from drafters.layouts.released import T2D, block_method
 from drafters.layouts.state_heads import (
-    T2D,
     Reading,
     architecture_of,
+    as_option,
     check_list,
     check_sizes,
     check_states,
+    either,
     nested_layer,
     own_rows,
     shape_of,
@@ -58,7 +59,7 @@ IDS, AUX_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"  # outputs and i
 MASK_EMBEDDING = "mask_embedding.pt"  # vLLM reads a mask token's own embedding from it
 _DEFINED = {ZLAB: FILL_IN, DEEPSPEC: ANCHOR_FIRST}  # by architecture; the others have two readings
 _GROUPS = ("dflash_config", "dspark_config")  # of keys that other forms have at the top
-_SETTLE = f'add "{ANCHOR}": true (anchor-first) or false (fill-in) to {CONFIG_FILE}, or give --layout'
+_STATED = f'"{ANCHOR}": true ({ANCHOR_FIRST}) or false ({FILL_IN})'
 # Keys of heads that compute something else, the values that change nothing, and whose they are.
 _VARIANTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "projector_type": (("dflash", "dspark"), "a head with another projector, as Domino's"),
@@ -108,12 +109,13 @@ def read(
     target: PretrainedConfig,
     source: str,
     layout: str | None = None,
+    taps: list[int] | None = None,
 ) -> Reading:
     """Read what a head is from its ``config.json`` and its ``weights`` (``renamed``).
 
     Args:
         target: configuration of the model that it was trained for.
-        layout: what the user says, where the folder does not.
+        layout, taps: what the user says, where the folder does not.
 
     Raises:
         ValueError: another variant, keys that contradict each other, the tensors or the target, or two readings.
@@ -132,7 +134,7 @@ def read(
         "layout": _layout(config, flat, method, source, layout),
         "block_size": _number(flat, "block_size", 2, source),
         "mask_token_id": _mask(flat, target.vocab_size, source),
-        "taps": _taps(config, flat, count, target.num_hidden_layers, source),
+        "taps": _taps(config, flat, count, target.num_hidden_layers, source, taps),
         "layer": "qwen3" if "layers.0.self_attn.q_norm.weight" in weights else "llama",
         "layers": size(flat, "num_hidden_layers"),
         "causal": _causal(config, flat, source),
@@ -147,7 +149,7 @@ def read(
         )
     options["shape"] = shape_of(flat, layer_kind(target, options["layer"]).config, source)
     found = METHODS[method](**options).model_dump(exclude_defaults=True, exclude_none=True)
-    return Reading(found, too_short(flat, target))
+    return Reading(found, too_short(flat, target), [])
 
 
 def flattened(config: Mapping[str, Any], method: str, source: str) -> dict[str, Any]:
@@ -166,11 +168,11 @@ def flattened(config: Mapping[str, Any], method: str, source: str) -> dict[str, 
         found = nested_layer(config, source) | {
             key: value for key, value in config.items() if key not in ("architectures", "model_type")
         }
-    for group in _GROUPS:
-        for key, value in (config.get(group) or {}).items():
+    for name in _GROUPS:
+        for key, value in group(config, name, source).items():
             if found.get(key) not in (None, value):
                 raise ValueError(
-                    f"{source}: {key} is {shortened(value)} in {group} and {shortened(found[key])} beside it; correct "
+                    f"{source}: {key} is {shortened(value)} in {name} and {shortened(found[key])} beside it; correct "
                     "one of them"
                 )
             found[key] = value
@@ -219,7 +221,7 @@ def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, sou
     if not known and given is None:
         raise ValueError(
             f"{source} does not say its layout: {ANCHOR} is absent, and programs that load this form take it for "
-            f"true or for false; {_SETTLE}. python -m eval.parity --engine ours says which layout accepts more"
+            f"true or for false. {either(source, _STATED, f'--layout {ANCHOR_FIRST}', f'--layout {FILL_IN}')}"
         )
     if given is not None:
         known |= {"--layout": given}
@@ -231,24 +233,28 @@ def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, sou
     return next(iter(known.values()))
 
 
-def _taps(config: Mapping[str, Any], flat: Mapping[str, Any], count: int, layers: int, source: str) -> list[int]:
+def _taps(
+    config: Mapping[str, Any], flat: Mapping[str, Any], count: int, layers: int, source: str, given: list[int] | None
+) -> list[int]:
     """Numbers of the hidden states that it reads; 2 is the output of the second layer."""
     ids, inputs, made = flat.get(IDS), flat.get(AUX_IDS), made_from(config).get("taps")
     if config.get(SPECULATORS) is None and inputs is None:
         inputs = flat.get("eagle_aux_hidden_state_layer_ids")  # vLLM's, beside the other numbers
-    for key, value in ((IDS, ids), (AUX_IDS, inputs), ("made_from: taps", made)):
+    for key, value in ((IDS, ids), (AUX_IDS, inputs), ("made_from: taps", made), ("--taps", given)):
         check_list(value, count, key, source)
     found = {
         IDS: None if ids is None else from_outputs(ids),
         AUX_IDS: None if inputs is None else from_inputs(inputs),
         "made_from": made,
+        "--taps": given,
     }
     known = {key: value for key, value in found.items() if value is not None}
     if not known:
         usual = to_outputs(dflash_taps(layers, count))
         raise ValueError(
             f"{source} does not say which {count} hidden states of the target it reads; add "
-            f'"{IDS}": [...] to {CONFIG_FILE}, the layers whose outputs they are; {usual} are the usual ones'
+            f'"{IDS}": [...] to {CONFIG_FILE}, the layers whose outputs they are; {usual} are the usual ones, in '
+            f"drafters.convert {as_option(from_outputs(usual))}"
         )
     taps: list[int] = next(iter(known.values()))
     if other := [key for key, value in known.items() if value != taps]:

@@ -78,7 +78,7 @@ def form(
     load_state(_module(options, target), weights, checkpoint)
     found = with_draft_vocabulary(in_one_dtype(weights), target.vocab_size)
     config = _config(to, options, target, dtype_name(found["fc.weight"].dtype), origin)
-    refused = check_head(config, renamed(found), target, checkpoint)
+    refused, _ = check_head(config, renamed(found), target, checkpoint)
     able, told = loaded_by(to, refused, {one: no_target(one, target.model_type) for one in READERS})
     temperatures = temperatures_of(options) if "sglang" in able else None
     return Form(config, found, None, able, told, options.slots, temperatures)
@@ -188,8 +188,8 @@ def no_target(to: str, family: str) -> str | None:
 
 def check_head(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str
-) -> dict[str, str | None]:
-    """For each program: None if it serves this head as it was trained, or why not.
+) -> tuple[dict[str, str | None], list[str]]:
+    """For each program: None if it serves this head as it was trained, or why not. And notes for the user.
 
     Args:
         weights: ``renamed``.
@@ -198,10 +198,11 @@ def check_head(
         ValueError: everything that is wrong with the head, whichever program loads it.
     """
     method = block_method(weights) or "dflash"
-    options: Any = validate(METHODS[method], read(config, weights, target, source).options, source=source)
+    read_as = read(config, weights, target, source)
+    options: Any = validate(METHODS[method], read_as.options, source=source)
     flat, own = flattened(config, method, source), own_weights(weights, options.model_dump())
     # An absent key means 32,768 positions to Qwen3's configuration.
-    if found := problems(config, flat, own, lambda: _module(options, target), target, positions=32768):
+    if found := read_as.doubts + problems(config, flat, own, lambda: _module(options, target), target, positions=32768):
         raise ValueError(f"{source} is not {NOUNS[method]} that would be served as it is: {'; '.join(found)}")
     speculators = config.get(SPECULATORS) is not None
     loaded, refused = (
@@ -214,7 +215,7 @@ def check_head(
             refused[to] = f"another form; export it once more: --to {to}"
     if speculators and method == "dflash" and config.get(NON_CAUSAL) is False and refused["vllm"] is None:
         refused["vllm"] = f"with {NON_CAUSAL}: false its blocks attend to earlier rows only; set it to true"
-    return refused
+    return refused, read_as.notes
 
 
 def check(
@@ -232,5 +233,5 @@ def check(
     if target is None:
         raise ValueError(f"{folder} is {noun}, which is checked against its target; add --target MODEL")
     check_folder(folder, str(folder))
-    refused = check_head(config, renamed(weights), load_config_only(target), str(folder))
-    return served_text(folder, noun, config, weights, refused, to, target)
+    refused, notes = check_head(config, renamed(weights), load_config_only(target), str(folder))
+    return served_text(folder, noun, config, weights, refused, notes, to, target)

@@ -38,6 +38,14 @@ def made_from(config: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def group(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """The object under ``key``, empty if that is absent or null; raises ValueError for another value."""
+    found = config.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"{source}: {key} must be an object of keys and values, found {shortened(found)}")
+    return found or {}
+
+
 def tensors(config: Mapping[str, Any], layout: Layout, bias: bool = False) -> dict[str, list[int]]:
     """Names and shapes of the tensors of a head with this ``config``.
 

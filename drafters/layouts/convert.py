@@ -27,12 +27,13 @@ from drafters.layouts.released import (
     kind_of,
     read_weights,
 )
-from drafters.layouts.state_heads import LM_HEAD, Reading
+from drafters.layouts.state_heads import LM_HEAD
 from drafters.learned import LearnedDrafter
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.layers import layer_config
 from drafters.model.weights import EMBEDDING as TARGETS
 
+STATE_HEADS = (eagle3.METHOD, *block.METHODS)  # methods whose heads read several of the target's states
 ROWS = 4096  # of an embedding that are compared at once
 
 
@@ -44,14 +45,15 @@ def convert(
     revision: str | None = None,
     target_revision: str | None = None,
     layout: str | None = None,
+    taps: list[int] | None = None,
 ) -> list[str]:
     """Write the released head ``source`` as a checkpoint into ``out``, its tensors bit for bit.
 
     Args:
         source: a folder, or a Hub repository at ``revision``.
         target: the model that it was trained for; its embedding and LM head are read.
-        exit_layer: of a Kangaroo adapter, whose own files do not tell it.
-        layout: of a DFlash or DSpark head whose own files do not tell it: fill-in or anchor-first.
+        exit_layer, layout, taps: what some files do not tell: the layer of a Kangaroo adapter; fill-in or anchor-first
+            of a block head; of an EAGLE-3 or block head the target's hidden states, where k is the one after k layers.
 
     Returns:
         notes for the user on what was left out.
@@ -66,9 +68,8 @@ def convert(
     config = read_config(folder, source, LOADS_AS_IT_IS)
     path, weights = read_weights(folder, source)
     kind, notices = kind_of(weights), list[str]()
-    _check_known(weights, kind, source, exit_layer, layout)
-    states = kind.name in (eagle3.METHOD, *block.METHODS)  # a head that reads the target's states
-    if states:
+    _check_known(weights, kind, source, exit_layer, layout, taps)
+    if states := kind.name in STATE_HEADS:
         weights = (eagle3 if kind.name == eagle3.METHOD else block).renamed(weights)
     there = weights.get(EMBEDDING)  # the target's is read only to be compared with it
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
@@ -76,7 +77,7 @@ def convert(
     embedding = weights.pop(EMBEDDING, None)
     if states:
         notices += _drop_lm_head(weights, ends) if embedding is not None and kind.name in block.METHODS else []
-        (options, more), weights = _state_head(kind.name, config, weights, ends, folder, source, layout)
+        options, more, weights = _state_head(kind.name, config, weights, ends, folder, source, layout, taps)
         notices += more
     else:
         options = _options(config, weights, kind, ends, source, target, notices)
@@ -105,14 +106,17 @@ def _state_head(
     folder: Path,
     source: str,
     layout: str | None,
-) -> tuple[Reading, dict[str, Tensor]]:
-    """Options and weights of a head that reads the target's states."""
+    taps: list[int] | None,
+) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
+    """Options, notes for the user, and weights of a head that reads the target's states."""
     if method == eagle3.METHOD:
-        found = eagle3.read(config, weights, ends.config, source)
-        return found, eagle3.own_weights(weights, found.options)
-    block.check_folder(folder, source)
-    found = block.read(config, weights, ends.config, source, layout)
-    return found, block.own_weights(weights, found.options)
+        found = eagle3.read(config, weights, ends.config, source, taps)
+        own = eagle3.own_weights(weights, found.options)
+    else:
+        block.check_folder(folder, source)
+        found = block.read(config, weights, ends.config, source, layout, taps)
+        own = block.own_weights(weights, found.options)
+    return found.options, found.notes + found.doubts, own
 
 
 def _provenance(source: str, revision: str | None, path: Path) -> dict[str, Any]:
@@ -156,18 +160,21 @@ def _check_known(
     source: str,
     exit_layer: int | None,
     layout: str | None,
+    taps: list[int] | None,
 ) -> None:
-    """Raise ValueError if this toolkit has no such head, or an exit layer or layout is given for one without."""
+    """Raise ValueError if this toolkit has no such head, or one is given what it does not have."""
     names = kind.layout.names
-    if kind.name not in (eagle3.METHOD, *block.METHODS) and 2 * len(names & weights.keys()) < len(names):
+    if kind.name not in STATE_HEADS and 2 * len(names & weights.keys()) < len(names):
         known = ", ".join(other.layout.noun for other in exportable())
         held = ", ".join(sorted(weights)[:3]) or "nothing"
         raise ValueError(f"{source} is no head of a known kind (known: {known}): it holds {held}")
-    if exit_layer is not None and "exit_layer" not in kind.options.model_fields:
-        noun = kind.layout.noun
-        raise ValueError(f"--exit-layer is {exit_layer}, and {source} is {noun}, which has none; leave it out")
-    if layout is not None and kind.name not in block.METHODS:
-        raise ValueError(f"--layout is {layout}, and {source} is {kind.layout.noun}, which has none; leave it out")
+    for option, given, has in (
+        ("--exit-layer", exit_layer, "exit_layer" in kind.options.model_fields),
+        ("--layout", layout, kind.name in block.METHODS),
+        ("--taps", taps, kind.name in STATE_HEADS),
+    ):
+        if given is not None and not has:
+            raise ValueError(f"{option} is {given}, and {source} is {kind.layout.noun}, which has none; leave it out")
 
 
 def _check_layer(config: Mapping[str, Any], shape: PretrainedConfig, layout: Layout, source: str, target: str) -> None:

@@ -27,16 +27,19 @@ from transformers import PretrainedConfig
 
 from drafters.common.states import from_inputs, from_outputs
 from drafters.common.wording import shortened
+from drafters.config import validate
 from drafters.layouts import state_heads
-from drafters.layouts.config import CONFIG_FILE, made_from, size
+from drafters.layouts.config import CONFIG_FILE, group, made_from, size
+from drafters.layouts.released import T2D
 from drafters.layouts.state_heads import (
-    ADD_TAPS,
-    T2D,
+    TAPS_KEY,
     Reading,
     architecture_of,
+    as_option,
     check_list,
     check_sizes,
     check_states,
+    either,
     nested_layer,
     own_rows,
     shape_of,
@@ -48,6 +51,7 @@ from drafters.model.draft_head import D2T
 
 METHOD = "eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
+GROUP = "eagle_config"  # of keys that other forms have at the top
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Architectures by who gives them. vLLM loads all three: it puts Eagle3 in front of the first.
 OFFICIAL = "LlamaForCausalLM"
@@ -81,24 +85,31 @@ def standard_taps(layers: int) -> list[int]:
     return [2, layers // 2, layers - 3]
 
 
-def read(config: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str) -> Reading:
+def read(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: PretrainedConfig,
+    source: str,
+    taps: list[int] | None = None,
+) -> Reading:
     """Read what a head is from its ``config.json`` and its ``weights`` (``renamed``).
 
     Args:
         target: configuration of the model that it was trained for.
+        taps: the hidden states that it reads, as the user says, where the folder does not.
 
     Raises:
         ValueError: keys that contradict each other, the tensors or the target, or have two readings.
     """
-    flat, notes = flattened(config, source), list[str]()
+    flat, notes, doubts = flattened(config, source), list[str](), list[str]()
     check_sizes(flat, weights, target, source)
-    options = _flags(config, flat, weights, source, notes)
+    options = _flags(config, flat, weights, source, doubts)
     count = states_of_fc(weights, flat["hidden_size"], source, "an EAGLE-3 head")
     if (said := flat.get("num_aux_hidden_states")) not in (None, count):
         raise ValueError(
             f"{source}: num_aux_hidden_states is {shortened(said)}, and fc.weight takes {count} states of the target"
         )
-    options["taps"] = read_taps(config, count, target.num_hidden_layers, source, notes)
+    options["taps"] = read_taps(config, count, target.num_hidden_layers, source, notes, taps)
     rows = own_rows(flat, weights, target.vocab_size, source)
     options |= {"own_lm_head": rows is not None} | ({"draft_vocab_size": rows} if rows != target.vocab_size else {})
     options["layer"] = "qwen3" if "layers.0.self_attn.q_norm.weight" in weights else "llama"
@@ -110,10 +121,14 @@ def read(config: Mapping[str, Any], weights: Mapping[str, Tensor], target: Pretr
     if kinds == {"sliding_attention"} and isinstance(window, int):
         options["sliding_window"] = window
     elif "sliding_attention" in kinds or flat.get("use_sliding_window"):
-        window = shortened(window)
-        notes.append(f"it was trained with a window of {window} tokens; here its layers attend to all tokens before")
-    found = Eagle3Options(**options).model_dump(exclude_defaults=True, exclude_none=True)
-    return Reading(found | {"taps": options["taps"]}, notes)
+        doubts.append(
+            f"its window of {shortened(window)} tokens is not that of all layers by layer_types, so here they attend "
+            'to all tokens before; if it was trained with the window, set "layer_types": ["sliding_attention", ...]'
+        )
+    if (steps := made_from(config).get("trained_steps")) is not None:
+        options["trained_steps"] = steps
+    found = validate(Eagle3Options, options, source).model_dump(exclude_defaults=True, exclude_none=True)
+    return Reading(found | {"taps": options["taps"]}, notes, doubts)
 
 
 def flattened(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -130,46 +145,62 @@ def flattened(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return layer | {key: value for key, value in config.items() if key in (*FLAGS, "draft_vocab_size", IDS)}
 
 
-def read_taps(config: Mapping[str, Any], count: int, layers: int, source: str, notes: list[str]) -> list[int]:
+def read_taps(
+    config: Mapping[str, Any],
+    count: int,
+    layers: int,
+    source: str,
+    notes: list[str],
+    given: list[int] | None = None,
+) -> list[int]:
     """Numbers of the hidden states that a head with ``count`` of them reads; 2 is the input of layer 2.
 
     One key has two meanings: vLLM, speculators and llama.cpp read numbers of layers whose input is taken, SpecForge
-    and SGLang of layers whose output is taken, one lower. Which one is meant follows from the architecture, else from
-    the numbers themselves, or not at all.
+    and SGLang of layers whose output is taken, one lower. Which one is meant follows from what made_from or the user
+    (``given``) says, else from the architecture, else from the numbers themselves, or not at all.
 
     Raises:
         ValueError: the numbers do not fit fc or the target, or have two readings.
     """
-    made = made_from(config).get("taps")
-    eagle = config.get("eagle_config") or {}
+    eagle, told = group(config, GROUP, source), {"made_from: taps": made_from(config).get("taps"), "--taps": given}
     nested, ids, usual = eagle.get(IDS), config.get(IDS) or eagle.get(IDS), standard_taps(layers)
-    check_list(made, count, "made_from: taps", source)
-    check_list(ids, count, IDS, source)
+    for key, value in (*told.items(), (IDS, ids)):
+        check_list(value, count, key, source)
     if nested is not None and config.get(IDS) not in (None, nested):
-        raise ValueError(f"{source}: {IDS} is {config[IDS]}, and {nested} in eagle_config; correct one of them")
-    if ids is None and made is None:
+        raise ValueError(f"{source}: {IDS} is {config[IDS]}, and {nested} in {GROUP}; correct one of them")
+    stated = next((value for value in told.values() if value is not None), None)
+    if ids is None and stated is None:
         if count != len(usual):
-            raise ValueError(f"{source} does not say which {count} hidden states of the target it reads; {ADD_TAPS}")
+            raise ValueError(
+                f"{source} does not say which {count} hidden states of the target it reads; import it with --taps and "
+                f"their numbers, or add {TAPS_KEY} to {CONFIG_FILE}"
+            )
         notes.append(f"its {CONFIG_FILE} names no states: it reads {usual}, as in all engines")
         return usual
-    found: list[int] = made if ids is None else _numbered(config, ids, usual, layers, source, notes)  # type: ignore
-    if made is not None and made != found:
-        raise ValueError(f"{source}: {IDS} {ids} means the hidden states {found}, and made_from says {made}")
+    found: Any = stated if ids is None else _numbered(config, ids, layers, source, notes, stated)
+    for key, value in told.items():
+        if value not in (None, found):
+            first = "made_from: taps" if ids is None else f"{IDS} {ids}"
+            raise ValueError(f"{source}: {first} means the hidden states {found}, and {key} {value}; correct one")
     check_states(found, layers, source)
     return found
 
 
 def _numbered(
-    config: Mapping[str, Any], ids: list[int], usual: list[int], layers: int, source: str, notes: list[str]
+    config: Mapping[str, Any],
+    ids: list[int],
+    layers: int,
+    source: str,
+    notes: list[str],
+    stated: list[int] | None,
 ) -> list[int]:
-    """The hidden states that ``ids`` mean."""
-    architecture, after = architecture_of(config), from_outputs(ids)
-    made = made_from(config).get("taps")
+    """The hidden states that ``ids`` mean; ``stated``: by made_from or the user."""
+    architecture, after, usual = architecture_of(config), from_outputs(ids), standard_taps(layers)
     if architecture != SGLANG or config.get(IDS):  # vLLM's and speculators' forms
         return from_inputs(ids)
-    if made is not None:
-        return ids if made == ids else after
-    if after == usual:
+    if stated is not None:
+        return ids if stated == ids else after
+    if after == usual or min(ids) < 0:  # -1 is the embeddings' output, and no layer's input
         notes.append(f"its {IDS} {ids} are outputs of layers, as in SpecForge and SGLang: hidden states {after}")
         return after
     if ids == usual or max(ids) == layers:  # no layer has the output of this number
@@ -177,15 +208,15 @@ def _numbered(
         return ids
     raise ValueError(
         f"{source}: {IDS} {ids} may mean the hidden states {after} (SGLang, SpecForge) or {ids} (vLLM), and the "
-        f"architecture {architecture} is used with both; {ADD_TAPS}"
+        f"architecture {architecture} is used with both. {either(source, TAPS_KEY, as_option(after), as_option(ids))}"
     )
 
 
 def _flags(
-    config: Mapping[str, Any], flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str, notes: list[str]
+    config: Mapping[str, Any], flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str, doubts: list[str]
 ) -> dict[str, Any]:
     """The four flags, which must agree with the tensors."""
-    eagle = config.get("eagle_config") or {}
+    eagle = group(config, GROUP, source)
     found: dict[str, Any] = {}
     for flag in FLAGS:
         given = [part[flag] for part in (eagle, flat) if part.get(flag) is not None]
@@ -208,13 +239,10 @@ def _flags(
                 f"{source} {held} {name}, and {flag} {said} in {CONFIG_FILE}: engines would skip the norm or leave it "
                 f'as it was initialised; set "{flag}": {str(name in weights).lower()}, or complete the file'
             )
-    if found["fc_norm"] and found["norm_before_fc"]:
-        raise ValueError(
-            f"{source}: norm_before_fc and fc_norm are both true, two norms in one place; set one to false"
-        )
     if found["norm_output"] and architecture_of(config) == SGLANG and not made_from(config):
-        notes.append(
+        doubts.append(
             "norm_output is true, so the output after the final norm is fed back, as in SGLang and vLLM. SpecForge up "
-            f'to 0.3.0 fed back the one before it: if that trained it, set "norm_output": false in {CONFIG_FILE}'
+            f'to 0.3.0 fed back the one before it: if that trained it, set "norm_output": false in {CONFIG_FILE}, else '
+            'state it with "made_from": {"norm_output": true}'
         )
     return found

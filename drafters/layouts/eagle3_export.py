@@ -12,9 +12,10 @@ from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import load_state
 from drafters.hub.declared import READERS
-from drafters.layouts.config import CONFIG_FILE, MADE_FROM, rope
+from drafters.layouts.config import CONFIG_FILE, MADE_FROM, group, rope
 from drafters.layouts.eagle3 import (
     FLAGS,
+    GROUP,
     IDS,
     OFFICIAL,
     SGLANG,
@@ -83,7 +84,7 @@ def form(
     """
     load_state(Eagle3Head(target, options), weights, checkpoint)
     config, found = exported(to, in_one_dtype(weights), options, target, origin)
-    refused = check_head(config, renamed(found), target, checkpoint)
+    refused, _ = check_head(config, renamed(found), target, checkpoint)
     able, told = loaded_by(to, refused, {one: no_target(one, target.model_type) for one in READERS})
     return Form(config, found, None, able, told + notices(to, options, target))
 
@@ -122,7 +123,7 @@ def _config(
     architecture = {"official": OFFICIAL, "sglang": SGLANG}.get(to, VLLM[options.layer])
     ids = to_outputs(taps) if to == "sglang" else to_inputs(taps)
     eagle = {IDS: ids, "use_aux_hidden_state": True, "norm_before_fc": options.norm_before_fc}
-    found = {**layer, **head, "architectures": [architecture], "eagle_config": eagle, "bias": False}
+    found = {**layer, **head, "architectures": [architecture], GROUP: eagle, "bias": False}
     found["num_aux_hidden_states"] = len(taps)
     if to != "official":  # which would leave its embedding random
         found["target_hidden_size"] = target.hidden_size
@@ -137,6 +138,7 @@ def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Ma
     """What ``made_from`` says so that no reader has to guess."""
     counted = "outputs of layers: hidden states - 1" if to == "sglang" else "inputs of layers: hidden states"
     after = "after" if options.norm_output else "before"
+    steps = {} if options.trained_steps is None else {"trained_steps": options.trained_steps}
     return {
         "layer": options.layer,
         "taps": list(options.taps),
@@ -145,6 +147,7 @@ def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Ma
         "fed_back": f"the layer's output {after} the final norm",
         "rope": dict(turning),
         "target_layers": target.num_hidden_layers,
+        **steps,
     }
 
 
@@ -209,7 +212,7 @@ def notices(to: str, options: Eagle3Options, target: PretrainedConfig) -> list[s
 
 def read_by(to: str, config: Mapping[str, Any], layers: int) -> list[int]:
     """The target's hidden states that ``to`` would read with this ``config.json``."""
-    nested = (config.get("eagle_config") or {}).get(IDS)
+    nested = group(config, GROUP, CONFIG_FILE).get(IDS)
     if to == "sglang":
         return standard_taps(layers) if nested is None else from_outputs(nested)
     given = config.get(IDS) or nested
@@ -218,8 +221,8 @@ def read_by(to: str, config: Mapping[str, Any], layers: int) -> list[int]:
 
 def check_head(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str
-) -> dict[str, str | None]:
-    """For each program: None if it serves this head as it was trained, or why not.
+) -> tuple[dict[str, str | None], list[str]]:
+    """For each program: None if it serves this head as it was trained, or why not. And notes for the user.
 
     Args:
         weights: ``renamed``.
@@ -227,8 +230,9 @@ def check_head(
     Raises:
         ValueError: everything that is wrong with the head, whichever program loads it.
     """
-    options = validate(Eagle3Options, read(config, weights, target, source).options, source=source)
-    if found := _problems(config, weights, options, target):
+    read_as = read(config, weights, target, source)
+    options = validate(Eagle3Options, read_as.options, source=source)
+    if found := read_as.doubts + _problems(config, weights, options, target):
         raise ValueError(f"{source} is not an EAGLE-3 head that would be served as it is: {'; '.join(found)}")
     loaded, refused = _LOADED_BY.get(architecture_of(config), ()), dict[str, str | None]()
     for to in READERS:
@@ -238,7 +242,7 @@ def check_head(
             refused[to] = f"another form; export it once more: --to {to}"
         elif states != options.taps and refused[to] is None:
             refused[to] = f"it would read the hidden states {states}, and the head was trained on {options.taps}"
-    return refused
+    return refused, read_as.notes
 
 
 def check(
@@ -254,8 +258,8 @@ def check(
     """
     if target is None:
         raise ValueError(f"{folder} is an EAGLE-3 head, which is checked against its target; add --target MODEL")
-    refused = check_head(config, renamed(weights), load_config_only(target), str(folder))
-    return served_text(folder, "an EAGLE-3 head", config, weights, refused, to, target)
+    refused, notes = check_head(config, renamed(weights), load_config_only(target), str(folder))
+    return served_text(folder, "an EAGLE-3 head", config, weights, refused, notes, to, target)
 
 
 def _problems(

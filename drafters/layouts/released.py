@@ -3,7 +3,7 @@
 The programs that load such heads report few mistakes: a missing tensor is left random. So everything is checked here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,6 +20,7 @@ from drafters.hub.declared import READERS, Layout
 from drafters.layouts.config import CONFIG_FILE, made_from, older_rope, rope, size, tensors
 from drafters.methods import drafter_class, method_names
 from drafters.methods.eagle3 import Eagle3Drafter
+from drafters.model.draft_head import D2T
 from drafters.model.ends import load_frozen_ends
 from drafters.model.layers import ROPES, default_layer
 
@@ -35,6 +36,7 @@ BIASED = "EagleWithBiasForCausalLM"  # known to no engine: vLLM has no bias in f
 SGLANG = {"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle"}  # by the target's family
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EMBEDDING = "embed_tokens.weight"
+T2D = "t2d"  # bool [V]: which of the target's tokens are draft tokens
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # which have biases
 # Families of targets, by model_type, that a reader can run beside a head: the official code's own models (February
 # 2026), SGLang's classes that hand out embedding and LM head (0.5.23). vLLM 0.32 takes any.
@@ -170,24 +172,35 @@ def problems(config: Mapping[str, Any], weights: Mapping[str, Tensor], pickled: 
     if layout.pickled and not pickled:
         found.append(f"{layout.noun} in {WEIGHTS_FILE}: the official code reads only {PICKLED_FILE}")
     wanted = tensors(config, layout, architecture in (BIASED, *SGLANG.values()))
-    if missing := sorted(wanted.keys() - weights.keys()):
-        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
     if "vllm" in layout.readers and EMBEDDING in weights:  # allowed: engines draft with it
         wanted[EMBEDDING] = [size(config, "vocab_size"), size(config, "hidden_size")]
-    if unknown := sorted(weights.keys() - wanted.keys()):
+    return found + tensor_problems(weights, wanted, (), config.get("dtype") or config.get("torch_dtype"))
+
+
+def tensor_problems(
+    weights: Mapping[str, Tensor], wanted: Mapping[str, list[int]], others: Sequence[str], said: object
+) -> list[str]:
+    """What is wrong with the names, shapes, values and dtypes of a head's tensors, in words.
+
+    Args:
+        wanted: shapes by name. others: names that may be there, too. said: the dtype in config.json, or None.
+    """
+    found = []
+    if missing := sorted(wanted.keys() - weights.keys()):
+        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
+    if unknown := sorted(weights.keys() - {*wanted, *others}):
         found.append(f"unknown tensors: {', '.join(unknown)}")
     for name in sorted(wanted.keys() & weights.keys()):
         if list(weights[name].shape) != wanted[name]:
             found.append(f"{name} is {list(weights[name].shape)}, and {CONFIG_FILE} says {wanted[name]}")
         elif weights[name].dtype in DTYPES and not torch.isfinite(weights[name]).all():
             found.append(f"{name} holds NaN or infinite values")
-    dtypes = {value.dtype for value in weights.values()}
-    said = config.get("dtype") or config.get("torch_dtype")
+    dtypes = {value.dtype for name, value in weights.items() if name not in (D2T, T2D)}
+    names = ", ".join(sorted(map(dtype_name, dtypes)))
     if len(dtypes) > 1 or not dtypes <= {*DTYPES}:
-        names = ", ".join(sorted(map(dtype_name, dtypes)))
         found.append(f"the tensors are {names}; all must be one of {', '.join(map(dtype_name, DTYPES))}")
-    elif said is not None and dtype_name(said) != dtype_name(next(iter(dtypes), said)):
-        found.append(f"the tensors are {dtype_name(next(iter(dtypes)))}, and {CONFIG_FILE} says dtype {said!r}")
+    elif said is not None and dtypes and dtype_name(said) != names:
+        found.append(f"the tensors are {names}, and {CONFIG_FILE} says dtype {said!r}")
     return found
 
 

@@ -13,16 +13,23 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from drafters.common.states import state_name
-from drafters.common.wording import dtype_name, shortened
+from drafters.common.wording import shortened
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, made_from, older_keys, rope, size
-from drafters.layouts.released import DSPARK_HEADS, EMBEDDING, another_target, rope_problems, weights_text
+from drafters.layouts.released import (
+    DSPARK_HEADS,
+    EMBEDDING,
+    T2D,
+    another_target,
+    rope_problems,
+    tensor_problems,
+    weights_text,
+)
 from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.layers import ROPES
 
-T2D = "t2d"  # bool [V]: which of the target's tokens are draft tokens
 LM_HEAD = "lm_head.weight"
-ADD_TAPS = f'add "made_from": {{"taps": [...]}} to {CONFIG_FILE}, with the numbers of the hidden states'
+TAPS_KEY = '"made_from": {"taps": [...]}'  # of an export of ours; another config.json may have it, too
 SPECULATORS_VERSION = "0.9.0"  # whose form is written
 _LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators': the target's, not read again
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
@@ -31,10 +38,30 @@ _LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id e
 
 
 class Reading(NamedTuple):
-    """What a head's config.json and tensors say: its options, and notes for the user."""
+    """What a head's config.json and tensors say.
+
+    Attributes:
+        notes: for the user. doubts: notes on what may lower acceptance; an import tells them, the check refuses them.
+    """
 
     options: dict[str, Any]
     notes: list[str]
+    doubts: list[str]
+
+
+def as_option(taps: Sequence[int]) -> str:
+    """``[2, 12, 21]`` -> ``"--taps 2,12,21"``."""
+    return f"--taps {','.join(map(str, taps))}"
+
+
+def either(source: str, key: str, one: str, other: str) -> str:
+    """What to do with a folder that has two readings: ``one`` and ``other`` are options of drafters.convert, ``key``
+    is the key of config.json that tells them apart."""
+    return (
+        f"State it by {key} in {CONFIG_FILE}, or import it both ways: python -m drafters.convert {source} --target T "
+        f"--out OUT {one} (and {other}). Then python -m eval.parity --checkpoint OUT --target T --engine ours says "
+        "which accepts more"
+    )
 
 
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -277,23 +304,9 @@ def problems(
             "falls to nothing there"
         )
     with torch.device("meta"):
-        wanted = head().state_dict()
-    if missing := sorted(wanted.keys() - weights.keys()):
-        found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
-    if unknown := sorted(weights.keys() - {*wanted, EMBEDDING, T2D}):
-        found.append(f"unknown tensors: {', '.join(unknown)}")
-    for name in sorted(wanted.keys() & weights.keys()):
-        if weights[name].shape != wanted[name].shape:
-            found.append(f"{name} is {list(weights[name].shape)}, and {CONFIG_FILE} says {list(wanted[name].shape)}")
-        elif weights[name].is_floating_point() and not torch.isfinite(weights[name]).all():
-            found.append(f"{name} holds NaN or infinite values")
-    dtypes = {dtype_name(value.dtype) for name, value in weights.items() if name not in (D2T, T2D)}
+        wanted = {name: list(value.shape) for name, value in head().state_dict().items()}
     said = flat.get("dtype") or flat.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    if not dtypes <= {"float32", "bfloat16", "float16"} or len(dtypes) > 1:
-        found.append(f"the tensors are {', '.join(sorted(dtypes))}; all must be one of float32, bfloat16, float16")
-    elif said is not None and dtype_name(said) not in dtypes:
-        found.append(f"the tensors are {', '.join(dtypes)}, and {CONFIG_FILE} says dtype {said!r}")
-    return found
+    return found + tensor_problems(weights, wanted, (EMBEDDING, T2D), said)
 
 
 def loaded_by(
@@ -317,10 +330,11 @@ def served_text(
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     refused: Mapping[str, str | None],
+    notes: Sequence[str],
     to: str | None,
     target: str,
 ) -> str:
-    """What a checked folder is, in words.
+    """What a checked folder is, in words, and its ``notes`` in lines below.
 
     Args:
         refused: for each program, why it does not serve the head as it was trained. to: the one that must; None: any.
@@ -335,4 +349,5 @@ def served_text(
     if not (able := [READERS[one] for one, reason in refused.items() if reason is None]):
         reasons = "; ".join(f"not for {READERS[one]}: {reason}" for one, reason in refused.items())
         raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
-    return f"{folder} is {noun} for {' and '.join(able)}, {weights_text(weights)}, for {target}"
+    found = f"{folder} is {noun} for {' and '.join(able)}, {weights_text(weights)}, for {target}"
+    return "\n".join([found, *(f"note: {note}" for note in notes)])

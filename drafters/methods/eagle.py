@@ -98,6 +98,9 @@ class EagleHead(nn.Module):
         return embeddings if self.reads == "token" else features
 
 
+DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
+
+
 class TreeOptions(Config):
     """Shape of the drafts of an EAGLE head.
 
@@ -118,6 +121,11 @@ class TreeOptions(Config):
     paths: list[list[DraftSize]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
 
+    @property
+    def levels(self) -> int:
+        """Levels of a draft: ``depth``, or its default."""
+        return self.depth or DEPTHS[self.tree]
+
 
 class EagleOptions(TreeOptions, DraftHeadOptions):
     """Options of the EAGLE drafter.
@@ -129,9 +137,6 @@ class EagleOptions(TreeOptions, DraftHeadOptions):
     inputs: HeadInputs = SHIFTED
     fc_bias: bool = False
     layer: HeadLayer = "target"
-
-
-DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
 class EagleDrafter(StateReader):
@@ -174,7 +179,7 @@ class EagleDrafter(StateReader):
         self.tree, self.top_k = options.tree, min(options.top_k, self.lm_head.width)
         self._layer = layer_config(target.config, cast(Any, module).layer)
         self._one_call: Any = None  # a pass of the head over a draft of one sequence
-        self.depth = options.depth or DEPTHS[self.tree]
+        self.depth = options.levels
         chain = [[0] * level for level in range(1, self.depth + 1)]
         self.plan = TreePlan(chain if self.tree == "chain" else options.paths or EAGLE_TREE, target.device)
         self.max_draft = self.plan.size

@@ -10,7 +10,7 @@ import warnings
 from typing import Any, Literal, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -153,7 +153,7 @@ class Eagle3Options(TreeOptions):
     ``norm_before_fc``: one norm over all states before fc. ``fc_norm`` (EAGLE-3.1): a norm for each state before fc.
     ``norm_output`` (EAGLE-3.1): the output after the final norm is fed back; the LM head reads it as it is.
     ``sliding_window``: tokens that its layers attend to, the present one included; null: all.
-    ``trained_steps``: steps of its training-time test, as the training records them.
+    ``trained_steps``: steps of its training-time test, as the training records them; a default ``depth`` is no deeper.
     ``shape``: heads, MLP and RoPE of its layers where a released head has others than the target.
     """
 
@@ -171,6 +171,18 @@ class Eagle3Options(TreeOptions):
     trained_steps: DraftSize | None = Field(default=None, ge=1)
     shape: LayerShape = LayerShape()
 
+    @model_validator(mode="after")
+    def _one_norm(self) -> "Eagle3Options":
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one to false")
+        return self
+
+    @property
+    def levels(self) -> int:
+        """Levels of a draft: ``depth``, or its default, which is at most ``trained_steps``."""
+        usual = super().levels
+        return usual if self.depth or self.trained_steps is None else min(usual, self.trained_steps)
+
 
 def head_kind(target: PretrainedConfig, options: Eagle3Options) -> LayerKind:
     """Return the classes and the configuration of the head's decoder layers."""
@@ -184,8 +196,6 @@ def _check(options: Eagle3Options, target: PretrainedConfig) -> None:
             f"taps are {options.taps}, and the target has {target.num_hidden_layers} layers: tap {last} is no state of "
             f"it; give numbers from 0 (the embeddings) to {target.num_hidden_layers}"
         )
-    if options.norm_before_fc and options.fc_norm:
-        raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one of them")
     size = options.draft_vocab_size
     if size is not None and not options.own_lm_head:
         raise ValueError(f"draft_vocab_size is {size:,}, and own_lm_head is false; leave one of them out")
@@ -221,11 +231,12 @@ class Eagle3Drafter(EagleDrafter):
     def __init__(self, target: TargetModel, module: nn.Module, options: Eagle3Options) -> None:
         super().__init__(target, module, options)
         self.taps = tuple(options.taps)
-        trained = options.trained_steps
-        if trained is not None and options.depth is not None and options.depth > trained:
+        deepest = max(self.plan.above) + 1 if self.tree == "static" else self.depth
+        if (trained := options.trained_steps) is not None and deepest > trained:
+            less = f"paths of at most {trained}" if self.tree == "static" else f"depth={trained}"
             warnings.warn(
-                f"depth is {options.depth}, and the head was trained on {trained} steps: later ones are accepted less "
-                f"often; compare with depth={trained}",
+                f"drafts have {deepest} levels, and the head was trained on {trained} steps: later ones are accepted "
+                f"less often; compare with {less}",
                 stacklevel=2,
             )
         self._layer = cast(Any, module).config

@@ -2,6 +2,7 @@
 
 The engine and our loop decode the same prompts greedily, with drafts that are chains of K tokens. Where acceptance
 differs, the loop decodes them again with each known mistake, and the mistakes that reproduce the engine's are named.
+Drafts that are shorter in the engine are a fault, too.
 """
 
 import contextlib
@@ -28,6 +29,8 @@ from eval.entries import EngineEntry
 from eval.figures.certificate import begun
 from eval.figures.readings import (
     AS_LOADED,
+    CHECK_LENGTH,
+    SHORTER,
     Reading,
     acceptance,
     as_json,
@@ -38,7 +41,7 @@ from eval.figures.readings import (
 from eval.measure.block_mistakes import BLOCK_MISTAKES
 from eval.measure.engines import Engines
 from eval.measure.identity import conditions
-from eval.measure.mistakes import MISTAKES
+from eval.measure.mistakes import MISTAKES, Mistake
 from eval.measure.models import chat_of, load_models
 from eval.measure.runner import Limits, Outcome
 from eval.prompts.prompts import load_prompts
@@ -161,9 +164,14 @@ def served(
         return found, engines.facts["engines"][entry.label]
 
 
+def known(drafter: Head) -> tuple[Mistake, ...]:
+    """Return the mistakes that heads of this kind have."""
+    return BLOCK_MISTAKES if isinstance(drafter, DFlashDrafter) else MISTAKES
+
+
 def mistaken(drafter: Head, prompts: list[list[int]], config: ParityConfig) -> Iterator[tuple[str, str, list[Outcome]]]:
     """Yield (name, what to check, outcomes) of every mistake that changes this head."""
-    for mistake in BLOCK_MISTAKES if isinstance(drafter, DFlashDrafter) else MISTAKES:
+    for mistake in known(drafter):
         if (wrong := mistake.plant(drafter)) is not None:
             yield mistake.name, mistake.check, decoded(wrong, prompts, config, mistake.name)
 
@@ -172,18 +180,21 @@ def compared(
     drafter: Head, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
 ) -> dict[str, Any]:
     """Return the verdict on an engine; mistakes are tried only where its acceptance is not ours."""
-    readings = [reading(AS_LOADED, "", ours, theirs, drafter.depth)]
-    named: list[Reading] = []
-    if not readings[0].within:
+    loaded = reading(AS_LOADED, "", ours, theirs, drafter.depth)
+    readings, named = [loaded], list[Reading]()
+    if not loaded.within:
         tried = mistaken(drafter, prompts, config)
         readings += [reading(name, check, made, theirs, drafter.depth) for name, check, made in tried]
         named = explaining(readings[1:])
-    verdict = PASS if readings[0].within else FAULT if named else UNKNOWN
-    engine = {"engine": as_json(acceptance(theirs, drafter.depth))}
+    advice = {one.name: f"check {one.check}" for one in named}
+    if loaded.drafted_apart < 0 and not loaded.as_long and not any(one.as_long for one in named):
+        advice = {SHORTER: f"check {CHECK_LENGTH}"} | advice
+    verdict = PASS if loaded.within and loaded.as_long else FAULT if advice else UNKNOWN
     return {
         "verdict": verdict,
-        "named": [one.name for one in named],
-        **engine,
+        "named": [*advice],
+        "advice": advice,
+        "engine": as_json(acceptance(theirs, drafter.depth)),
         "readings": [*map(_described, readings)],
     }
 
@@ -193,11 +204,18 @@ def ranked(drafter: Head, ours: list[Outcome], prompts: list[list[int]], config:
     every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]
     readings = [reading(name, check, made, ours, drafter.depth) for name, check, made in every]
     best = most_accepted({one.name: one.acceptance for one in readings})
-    verdict = PASS if AS_LOADED in best else FAULT
-    return {"verdict": verdict, "named": best, "engine": None, "readings": [*map(_described, readings)]}
+    fixes = {mistake.name: mistake.fix for mistake in known(drafter)}
+    return {
+        "verdict": PASS if AS_LOADED in best else FAULT,
+        "named": best,
+        "advice": {name: fixes[name] for name in best if name != AS_LOADED},
+        "engine": None,
+        "readings": [*map(_described, readings)],
+    }
 
 
 def _described(one: Reading) -> dict[str, Any]:
     alike = None if one.alike is None else one.alike._asdict()
     found = {"name": one.name, "check": one.check, **as_json(one.acceptance)}
-    return found | {"apart": one.apart, "within": one.within, "alike": alike}
+    found |= {"apart": one.apart, "tau_apart": one.tau_apart, "drafted_apart": one.drafted_apart}
+    return found | {"within": one.within, "alike": alike}

@@ -1,8 +1,9 @@
 """Is the acceptance served the acceptance trained? An engine and our loop on the same prompts, with standard errors.
 
 Acceptance at a position is pooled: accepted over drafted tokens there, over all drafts of all prompts. Cumulative
-counts all drafts of that length; conditional those whose tokens before were accepted. Steps of one prompt depend on
-each other, so errors are those of a ratio of sums over prompts (Cochran 1977, Sampling Techniques, chapter 6).
+counts all drafts of that length; conditional those whose tokens before were accepted. It does not see shorter or
+missing drafts, so tau and the drafted tokens of a step are compared, too. Steps of one prompt depend on each other, so
+errors are those of a ratio of sums over prompts (Cochran 1977, Sampling Techniques, chapter 6).
 """
 
 import math
@@ -18,6 +19,8 @@ from eval.measure.runner import Outcome
 
 MOST_APART = 2.0  # standard errors of a difference that chance explains
 AS_LOADED = "as loaded"
+SHORTER = "shorter drafts"
+CHECK_LENGTH = "num_speculative_tokens of the engine, and max_position_embeddings of the exported config.json"
 
 
 class Rate(NamedTuple):
@@ -52,10 +55,12 @@ class Acceptance:
     """Acceptance of drafts of up to K tokens.
 
     Attributes:
+        drafted: draft tokens of a step, over the steps that have room for K.
         cumulative, conditional: by position, ``[K]``; None where no draft is as long, or none got there.
     """
 
     tau: Rate | None
+    drafted: Rate | None
     cumulative: list[Rate | None]
     conditional: list[Rate | None]
 
@@ -71,7 +76,10 @@ def acceptance(outcomes: Sequence[Outcome], depth: int) -> Acceptance:
 
     committed = [sum(step.committed for step in steps) for steps in prompts]
     tau = pooled(committed, [sum(step.forwards for step in steps) for steps in prompts])
-    return Acceptance(tau, [share(at, 0) for at in range(depth)], [share(at, at) for at in range(depth)])
+    # Near the end of a text our loop drafts no more than fits, and engines may draft K tokens.
+    roomy = [[step for start, step in _by_start(one, len(one.tokens) - depth - 1)] for one in outcomes]
+    drafted = pooled([sum(step.depth for step in steps) for steps in roomy], list(map(len, roomy)))
+    return Acceptance(tau, drafted, [share(at, 0) for at in range(depth)], [share(at, at) for at in range(depth)])
 
 
 def agreement(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate | None:
@@ -82,7 +90,9 @@ def agreement(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate | None
     hits, tries = [], []
     for one, other in zip(ones, others, strict=True):
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, other.tokens, strict=False)))
-        ours, theirs = _by_start(one, same), _by_start(other, same)
+        ours, theirs = (
+            {start: step for start, step in _by_start(outcome, same) if step.depth} for outcome in (one, other)
+        )
         both = [(step, theirs[start]) for start, step in ours.items() if start in theirs]
         both = [(a, b) for a, b in both if a.depth == b.depth]
         hits.append(sum(a.accepted == b.accepted for a, b in both))
@@ -90,12 +100,12 @@ def agreement(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate | None
     return pooled(hits, tries)
 
 
-def _by_start(outcome: Outcome, upto: int) -> dict[int, Step]:
-    """The steps with a draft that begin within the first ``upto`` tokens, by the number of tokens before them."""
-    found, start = {}, outcome.first_tokens
+def _by_start(outcome: Outcome, upto: int) -> list[tuple[int, Step]]:
+    """The steps with at most ``upto`` tokens before them, and the number of these tokens."""
+    found, start = [], outcome.first_tokens
     for step in outcome.trace.steps if outcome.trace is not None else ():
-        if step.depth and start <= upto:
-            found[start] = step
+        if start <= upto:
+            found.append((start, step))
         start += step.committed
     return found
 
@@ -107,6 +117,7 @@ class Reading:
     Attributes:
         name: ``AS_LOADED``, or the mistake planted in it. check: where to look for that.
         apart: by position, the engine's cumulative acceptance minus this one's, in standard errors.
+        tau_apart: of tau. drafted_apart: of the drafted tokens of a step.
         alike: ``agreement`` with the engine; None if it decoded other prompts.
     """
 
@@ -114,12 +125,20 @@ class Reading:
     check: str
     acceptance: Acceptance
     apart: list[float]
+    tau_apart: float
+    drafted_apart: float
     alike: Rate | None = None
 
     @property
+    def as_long(self) -> bool:
+        """True if chance explains the difference of the drafts' lengths."""
+        return abs(self.drafted_apart) <= MOST_APART
+
+    @property
     def within(self) -> bool:
-        """True if chance explains the differences at all positions."""
-        return all(abs(gap) <= MOST_APART for gap in self.apart)
+        """True if chance explains the differences at all positions, and that of tau between drafts of equal length."""
+        taus = [self.tau_apart] if self.as_long else []
+        return all(abs(gap) <= MOST_APART for gap in self.apart + taus)
 
     @property
     def distance(self) -> float:
@@ -133,7 +152,8 @@ def reading(
     """Compare a reading with what an engine did; ``paired``: on the same prompts."""
     own, engine = acceptance(ours, depth), acceptance(theirs, depth)
     gaps = [apart(one, other) for one, other in zip(engine.cumulative, own.cumulative, strict=True)]
-    return Reading(name, check, own, gaps, agreement(ours, theirs) if paired else None)
+    more = apart(engine.tau, own.tau), apart(engine.drafted, own.drafted)
+    return Reading(name, check, own, gaps, *more, agreement(ours, theirs) if paired else None)
 
 
 def explaining(readings: Sequence[Reading]) -> list[Reading]:
@@ -163,4 +183,5 @@ def as_json(found: Acceptance) -> dict[str, Any]:
         return None if rate is None else rate._asdict()
 
     by_position = {"cumulative": found.cumulative, "conditional": found.conditional}
-    return {"tau": one(found.tau)} | {name: [one(rate) for rate in rates] for name, rates in by_position.items()}
+    whole = {"tau": one(found.tau), "drafted": one(found.drafted)}
+    return whole | {name: [one(rate) for rate in rates] for name, rates in by_position.items()}

@@ -3,14 +3,16 @@ other one, each draft is the right one of the token before or after.
 """
 
 import copy
-from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from drafters.drafting.block_tree import Slots
+from drafters.loop.state import DecodeState
 from drafters.methods.dflash import DFlashDrafter
+from drafters.methods.dspark import DSparkDrafter, MarkovSlots
 from drafters.model.runner import Part
-from eval.measure.mistakes import PLAIN_THETA, Mistake, ignore_d2t, move_taps, remade, reverse_taps
+from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, ignore_d2t, of_taps, remade
 
 
 def other_layout(drafter: DFlashDrafter) -> DFlashDrafter:
@@ -59,20 +61,79 @@ def norm_as_first(drafter: DFlashDrafter) -> DFlashDrafter | None:
     return remade(drafter, mixin=_FirstNorm)
 
 
+def take_other_mask(drafter: DFlashDrafter) -> DFlashDrafter | None:
+    """Fill the block with token 0, as for a config without the mask token."""
+    return remade(drafter, mask_token_id=0) if drafter.given.mask_token_id else None
+
+
+def ignore_markov(drafter: DFlashDrafter) -> DFlashDrafter | None:
+    """Leave out the bias of the Markov head."""
+    if not isinstance(drafter, DSparkDrafter):
+        return None
+    head: Any = copy.deepcopy(drafter.module)
+    head.markov_head.markov_w2.weight.data.zero_()
+    return remade(drafter, head)
+
+
+class _LateSlots(MarkovSlots):
+    """Each slot reads the token before the one that it should; the first two read the anchor. Of chains."""
+
+    def __init__(self, drafter: DSparkDrafter, logits: Tensor, states: Tensor, anchors: Tensor) -> None:
+        super().__init__(drafter, logits, states, anchors)
+        self._next = anchors
+
+    def follow(self, tokens: Tensor, parents: Tensor) -> None:
+        super().follow(tokens, parents)
+        self._tokens, self._next = self._next, self._tokens
+
+
+class _LateMarkov(DSparkDrafter):
+    def slots(self, states: Tensor, state: DecodeState) -> Slots:
+        return _LateSlots(self, self.lm_head(states), states, state.roots)
+
+
+def read_markov_late(drafter: DFlashDrafter) -> DFlashDrafter | None:
+    """Give the Markov head of slot k the token x_{k-2}, not x_{k-1}."""
+    return remade(drafter, mixin=_LateMarkov) if isinstance(drafter, DSparkDrafter) else None
+
+
 _LAYER_IDS = "target_layer_ids numbers outputs of layers (hidden states - 1), aux_hidden_state_layer_ids inputs"
 _FIRST_NORM = "the norm of the context keys in layers after the first; vLLM 0.32 on a CPU has this fault"
+_THETA = 'set rope_theta to 10000 of "shape": {"rope_parameters": {...}} in its config.json'
 BLOCK_MISTAKES = (
     Mistake(
         "the other layout",
         "sample_from_anchor: true is anchor-first, false is fill-in (drafters.convert --layout)",
+        "import it again with the other --layout, or edit layout in its config.json",
         other_layout,
     ),
-    Mistake("layer ids one too high", _LAYER_IDS, partial(move_taps, by=1)),
-    Mistake("layer ids one too low", _LAYER_IDS, partial(move_taps, by=-1)),
-    Mistake("layer ids in reverse order", "order of the hidden states before fc", reverse_taps),
-    Mistake("blocks causal, or not", "is_causal, dflash_config.causal, sliding_window_non_causal", flip_causal),
-    Mistake("hidden_norm left out", "hidden_norm.weight", leave_out_norm),
-    Mistake("context keys with the first layer's k_norm", _FIRST_NORM, norm_as_first),
-    Mistake("rope_theta 10000", "rope_theta, rope_parameters", turn_otherwise),
-    Mistake("d2t ignored", "d2t: target id - draft id", ignore_d2t),
+    *of_taps(_LAYER_IDS),
+    Mistake(
+        "blocks causal, or not",
+        "is_causal, dflash_config.causal, sliding_window_non_causal",
+        "set causal to its other value in its config.json",
+        flip_causal,
+    ),
+    Mistake("hidden_norm left out", "hidden_norm.weight", RETRAIN, leave_out_norm),
+    Mistake("context keys with the first layer's k_norm", _FIRST_NORM, RETRAIN, norm_as_first),
+    Mistake("rope_theta 10000", "rope_theta, rope_parameters", _THETA, turn_otherwise),
+    Mistake("d2t ignored", "d2t: target id - draft id", "write zeros into d2t of its weights", ignore_d2t),
+    Mistake(
+        "wrong mask token",
+        "mask_token_id, which this reading takes for 0, as where the key is absent",
+        "set mask_token_id to 0 in its config.json",
+        take_other_mask,
+    ),
+    Mistake(
+        "Markov head ignored",
+        "markov_rank, and the tensors of markov_head, which readers of DFlash heads drop",
+        "write zeros into markov_head.markov_w2.weight of its weights",
+        ignore_markov,
+    ),
+    Mistake(
+        "Markov bias of the token before",
+        "the token that the Markov head reads: the one before the slot's",
+        RETRAIN,
+        read_markov_late,
+    ),
 )

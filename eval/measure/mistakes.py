@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from drafters.config import SHIFTED
+from drafters.config import SHIFTED, UNSHIFTED
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
 from drafters.methods.dflash import DFlashDrafter
@@ -36,12 +36,14 @@ class Mistake:
 
     Attributes:
         name: the convention that is wrong.
-        check: where to look for it: keys of the exported config, or steps of the engine.
+        check: where to look for it in an engine: keys of the exported config, or steps of the engine.
+        fix: what to change in a checkpoint that accepts more with the mistake than without.
         plant: returns the drafter with it; None if that drafter has no such convention.
     """
 
     name: str
     check: str
+    fix: str
     plant: Callable[[Any], Any]
 
 
@@ -266,35 +268,105 @@ def read_before_norm(drafter: EagleDrafter) -> EagleDrafter | None:
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids: EAGLE-3's id i is the input of layer i, hidden_states[i]"
-_PREFIXES = {"fc_norm": "", "input_norm": "", "hidden_norm": "layers.0.", "input_layernorm": "layers.0.", "norm": ""}
+_TAPS = "taps by one: import it again with other --taps, or edit its config.json"
+RETRAIN = "no key of the checkpoint says so; correct its trainer and train it again"
+_SHAPE = 'of "shape": {"rope_parameters": {...}} in its config.json; an EAGLE head has the RoPE of its target'
+# Norms: prefix of their names, and the key that says that the head has none.
+_NORMS: dict[str, tuple[str, str | None]] = {
+    "fc_norm": ("", "fc_norm"),
+    "input_norm": ("", "norm_before_fc"),
+    "hidden_norm": ("layers.0.", None),
+    "input_layernorm": ("layers.0.", None),
+    "norm": ("", None),
+}
+
+
+def of_taps(check: str) -> tuple[Mistake, ...]:
+    """Return the mistakes in the numbers of the target's states; ``check``: their key in an exported config."""
+    order = "order of the hidden states before fc"
+    return (
+        Mistake("layer ids one too high", check, f"raise each number of {_TAPS}", partial(move_taps, by=1)),
+        Mistake("layer ids one too low", check, f"lower each number of {_TAPS}", partial(move_taps, by=-1)),
+        Mistake("layer ids in reverse order", order, "reverse the order of taps in its config.json", reverse_taps),
+    )
+
+
+def _leaves_out(name: str) -> Mistake:
+    prefix, key = _NORMS[name]
+    fix = RETRAIN if key is None else f'set "{key}": false in its config.json, and remove {name} from its weights'
+    return Mistake(
+        f"{name} left out",
+        f"{prefix}{name} and its key in the config",
+        fix,
+        partial(leave_out_norm, name=prefix + name),
+    )
+
+
 MISTAKES = (
-    Mistake("layer ids one too high", _LAYER_IDS, partial(move_taps, by=1)),
-    Mistake("layer ids one too low", _LAYER_IDS, partial(move_taps, by=-1)),
-    Mistake("layer ids in reverse order", "order of the hidden states before fc", reverse_taps),
-    Mistake("feedback on the wrong side of the final norm", "norm_output", flip_feedback),
-    Mistake("residual on the wrong side of hidden_norm", "norm_before_residual", flip_residual),
-    *(
-        Mistake(
-            f"{name} left out", f"{prefix}{name} and its key in the config", partial(leave_out_norm, name=prefix + name)
-        )
-        for name, prefix in _PREFIXES.items()
+    *of_taps(_LAYER_IDS),
+    Mistake(
+        "feedback on the wrong side of the final norm",
+        "norm_output",
+        "set norm_output to its other value in its config.json",
+        flip_feedback,
     ),
-    Mistake("embedding and feature swapped", "the first H columns read the embedding", swap_inputs),
-    Mistake("embedding of token i, not i + 1", "the tokens that the head reads, shifted by one", read_own_tokens),
+    Mistake(
+        "residual on the wrong side of hidden_norm",
+        "norm_before_residual",
+        "set norm_before_residual to its other value in its config.json",
+        flip_residual,
+    ),
+    *map(_leaves_out, _NORMS),
+    Mistake(
+        "embedding and feature swapped",
+        "the first H columns read the embedding",
+        "swap the first H and the last H columns of q_proj, k_proj and v_proj of layers.0 (EAGLE: of fc)",
+        swap_inputs,
+    ),
+    Mistake(
+        "embedding of token i, not i + 1",
+        "the tokens that the head reads, shifted by one",
+        f'set "inputs": "{UNSHIFTED}" in its config.json; an EAGLE-3 head has to be trained again',
+        read_own_tokens,
+    ),
     Mistake(
         "draft positions one too low",
         "the position of the first draft token",
+        RETRAIN,
         partial(move_positions, mixin=_OneBehind),
     ),
     Mistake(
         "draft positions one too high",
         "the position of the first draft token",
+        RETRAIN,
         partial(move_positions, mixin=_OneAhead),
     ),
-    Mistake("rope_theta 10000", "rope_theta, rope_parameters", partial(turn_otherwise, mixin=_Turned)),
-    Mistake("RoPE without its scaling", "rope_scaling, rope_parameters", partial(turn_otherwise, mixin=_Unscaled)),
-    Mistake("d2t ignored", "d2t: target id - draft id", ignore_d2t),
-    Mistake("d2t taken for ids", "d2t: target id - draft id", take_offsets_for_ids),
-    Mistake("feature before the target's final norm", "the hidden states that reach the head", read_before_norm),
-    Mistake("fc.bias left out", "a bias of fc, which vLLM does not have", leave_out_bias),
+    Mistake(
+        "rope_theta 10000",
+        "rope_theta, rope_parameters",
+        f"set rope_theta to 10000 {_SHAPE}",
+        partial(turn_otherwise, mixin=_Turned),
+    ),
+    Mistake(
+        "RoPE without its scaling",
+        "rope_scaling, rope_parameters",
+        f'set rope_type to "default" and remove the scaling {_SHAPE}',
+        partial(turn_otherwise, mixin=_Unscaled),
+    ),
+    Mistake("d2t ignored", "d2t: target id - draft id", "write zeros into d2t of its weights", ignore_d2t),
+    Mistake(
+        "d2t taken for ids",
+        "d2t: target id - draft id",
+        "subtract 0, 1, 2, ... from d2t of its weights, which holds ids",
+        take_offsets_for_ids,
+    ),
+    Mistake(
+        "feature before the target's final norm", "the hidden states that reach the head", RETRAIN, read_before_norm
+    ),
+    Mistake(
+        "fc.bias left out",
+        "a bias of fc, which vLLM does not have",
+        "remove fc.bias from its weights, and fc_bias from its config.json",
+        leave_out_bias,
+    ),
 )

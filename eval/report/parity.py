@@ -2,32 +2,46 @@
 
 from typing import Any
 
+from eval.figures.readings import SHORTER
 from eval.report.tables import machine_line, run_again, software_line, table, target_line
 
 ABOUT = """\
-Drafts are chains of {depth} tokens, decoded greedily. *position j*: share of drafts whose first j tokens were accepted,
-over all drafts of all prompts, with its standard error over prompts. *apart*: the largest difference from the engine at
-a position, in standard errors; up to 2 is chance. *alike*: share of steps after the same text that accepted equally."""
+Drafts are chains of {depth} tokens, decoded greedily. *drafted*: tokens of a draft, over the steps with room for all; a
+step without a draft has 0. *position j*: share of drafts whose first j tokens were accepted, over all drafts of all
+prompts, with its standard error over prompts. *apart*: the largest difference from the engine, of tau or at a position,
+in standard errors; up to 2 is chance. *alike*: share of steps after the same text that accepted equally."""
 
 
 def verdict_lines(found: dict[str, Any]) -> list[str]:
-    """Return the verdict, and what to check for each mistake that is named."""
-    config = found["environment"]["config"]
-    engine, named = config["engine"], found["named"]
-    checks = {one["name"]: one["check"] for one in found["readings"]}
-    told = [f"{name}: check {checks[name]}" for name in named if checks[name]]
+    """Return the verdict, and for each mistake that is named what to check in the engine or to change in the head."""
+    engine, verdict, advice = found["environment"]["config"]["engine"], found["verdict"], _advice(found)
+    told = [f"{name}: {what}" for name, what in advice.items()]
     if engine == "ours":
-        first = "as loaded, the head accepts most" if found["verdict"] == "pass" else "another reading accepts more"
-        others = [name for name in named if checks[name]]
-        if found["verdict"] == "pass" and others:
-            return [f"pass: {first}; as much within chance: {', '.join(others)}"]
-        return [f"{found['verdict']}: {first}", *told]
-    if found["verdict"] == "pass":
-        return [f"pass: {engine} accepts what our loop accepts, within 2 standard errors at every position"]
-    if found["verdict"] == "fault":
-        which = "this mistake reproduces" if len(named) == 1 else f"{len(named)} mistakes, not told apart, reproduce"
-        return [f"fault: {engine} does not accept what our loop accepts; {which} its acceptance", *told]
-    return [f"unknown fault: {engine} does not accept what our loop accepts, and no known mistake explains it"]
+        if verdict == "fault":
+            return ["fault: another reading accepts more than the one that was loaded", *told]
+        others = f"; as much within chance: {', '.join(advice)}" if advice else ""
+        return [f"pass: as loaded, the head accepts most{others}"]
+    if verdict == "pass":
+        within = "within 2 standard errors at every position"
+        return [f"pass: {engine} accepts what our loop accepts, in drafts as long, {within}"]
+    mistakes = [name for name in advice if name != SHORTER]
+    if verdict == "unknown fault":
+        first = f"{engine} does not accept what our loop accepts, and no known mistake explains it"
+    elif mistakes:
+        count = len(mistakes)
+        which = "this mistake reproduces" if count == 1 else f"{count} mistakes, not told apart, reproduce"
+        first = f"{engine} does not accept what our loop accepts; {which} its acceptance"
+    else:
+        theirs, ours = found["engine"]["drafted"]["value"], found["readings"][0]["drafted"]["value"]
+        first = f"{engine} drafts {theirs:.2f} tokens a step, and our loop {ours:.2f}"
+    return [f"{verdict}: {first}", *told]
+
+
+def _advice(found: dict[str, Any]) -> dict[str, str]:
+    """What to do, by the name of each mistake that is named; checks before it was stored had only what to check."""
+    checks = {one["name"]: f"check {one['check']}" for one in found["readings"] if one["check"]}
+    advice = found.get("advice", checks)
+    return {name: advice[name] for name in found["named"] if name in advice}
 
 
 def figures_table(found: dict[str, Any]) -> list[str]:
@@ -40,13 +54,19 @@ def figures_table(found: dict[str, Any]) -> list[str]:
     else:
         nearest = sorted(rest, key=lambda one: (-_value(one["alike"]), sum(gap * gap for gap in one["apart"])))
         rows = [{"name": found["environment"]["config"]["engine"], **engine}, first, *nearest]
-    head = ["reading", "tau", *(f"position {at + 1}" for at in range(depth))]
+    head = ["reading", "tau", "drafted", *(f"position {at + 1}" for at in range(depth))]
     head += [] if engine is None else ["apart", "alike"]
     lines = []
     for one in rows:
-        cells = [one["name"], _rate(one["tau"], 2), *(_rate(rate, 3) for rate in one["cumulative"])]
+        cells = [
+            one["name"],
+            _rate(one["tau"], 2),
+            _rate(one.get("drafted"), 2),
+            *(_rate(rate, 3) for rate in one["cumulative"]),
+        ]
         if engine is not None:
-            gap = f"{max(map(abs, one['apart'])):.1f}" if "apart" in one else "-"
+            gaps = [*one.get("apart", ()), one.get("tau_apart", 0.0)]
+            gap = f"{max(map(abs, gaps)):.1f}" if "apart" in one else "-"
             cells += [gap, _rate(one.get("alike"), 3)]
         lines.append(cells)
     return table(head, lines)
