@@ -1,5 +1,6 @@
 """DFlash and DSpark heads in the forms of their trainers and engines: there and back, one reading each, or refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.block_export import why_not
 from drafters.layouts.convert import convert
-from drafters.layouts.export import check, export, served_by
+from drafters.layouts.export import check, export, served_by, serving
 from drafters.layouts.state_heads import told_state
 from drafters.methods.dflash import BlockOptions
 from drafters.methods.dspark import DSparkOptions
@@ -144,6 +145,33 @@ def test_the_readme_says_how_it_is_served(target: TargetModel, tmp_path: Path) -
             assert f'"num_speculative_tokens": {5 if layout == "anchor-first" else 4}' in text
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "written_for"),
+    [("dspark", FIRST, ("sglang", "vllm")), ("dspark", FIRST | {"confidence_head": False}, ()), ("dflash", {}, ())],
+)
+def test_sglang_gets_the_temperatures(
+    method: str, options: dict[str, Any], written_for: tuple[str, ...], target: TargetModel, tmp_path: Path
+) -> None:
+    """Catches a calibrated head that SGLang serves with the confidence of before, a README without the option, and
+    temperatures of max q given as those of a confidence head."""
+    temperatures = [1.0 + place / 4 for place in range(5 if method == "dspark" else 4)]
+    head = save_head(tmp_path / "head", method, target, **options, confidence_temperatures=temperatures)
+    for to in ("sglang", "vllm"):  # one folder for both
+        out = tmp_path / to
+        export(head, to, out)
+        readme, file = (out / "README.md").read_text(), out / "confidence.json"
+        assert file.is_file() == (to in written_for)
+        assert (f"--speculative-dspark-confidence-sts-path {file}" in readme) == (to in written_for)
+        if file.is_file():
+            assert json.loads(file.read_text()) == {"temperatures": temperatures}
+        check(out, to, target.name)
+    plain = save_head(tmp_path / "plain", method, target, **options)
+    export(plain, "sglang", tmp_path / "plain-sglang")
+    assert not (tmp_path / "plain-sglang" / "confidence.json").exists()
+    card = serving(Path(head), "user/mine", "someone/target")
+    assert ("sts-path mine-sglang/confidence.json" in card) == bool(written_for)
+
+
 UNSERVED: list[tuple[str, str, dict[str, Any], str]] = [
     *((to, "dflash", FIRST, "predicts no token at the anchor") for to in ("official", "vllm", "sglang", "llama.cpp")),
     ("vllm", "dspark", FIRST | {"markov_head": "rnn"}, "no Markov head of the kind 'rnn'"),
@@ -158,6 +186,8 @@ UNSERVED: list[tuple[str, str, dict[str, Any], str]] = [
     ("speculators", "dflash", {"causal": True}, "attend in both directions"),
     ("speculators", "dspark", FIRST | {"draft_vocab_size": tiny.VOCAB_SIZE}, "of all tokens it drafts with the target"),
     ("llama.cpp", "dflash", {"draft_vocab_size": 60}, "drafts with the target's LM head"),
+    ("llama.cpp", "dflash", {"causal": True}, "attend in both directions"),
+    ("llama.cpp", "dspark", FIRST | {"causal": True}, "attend in both directions"),
     ("vllm", "dflash", {"layer": "llama"}, "norms of queries and keys"),
     ("vllm", "dflash", {"taps": [3, 1]}, r"taps are \[3, 1\]; train one with \[1, 3\]"),
 ]  # fmt: skip

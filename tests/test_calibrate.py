@@ -44,7 +44,7 @@ def test_planted_temperatures_are_found() -> None:
 
     A step of the grid is 6%; the cumulative error leaves some more.
     """
-    found = fit(planted(40_000, 0, PLANTED))
+    found = fit(planted(40_000, 0, PLANTED), True)
     assert found == pytest.approx(PLANTED, rel=0.2)
     judged = figures(planted(20_000, 1, PLANTED), True, found)
     for before, after, planted_one in zip(judged["ece_before"], judged["ece_after"], PLANTED, strict=True):
@@ -58,8 +58,20 @@ def test_positions_that_few_drafts_reach() -> None:
     drafts = planted(400, 0, [2.0, 1.0, 1.0])
     drafts.accepted.clamp_(max=1)  # nothing reaches the last position
     assert drafts.reached[1] > calibration.FEWEST > drafts.reached[2] == 0
-    found = fit(drafts)
+    found = fit(drafts, True)
     assert found[2] == found[1] and found[0] == pytest.approx(2.0, rel=0.4)
+
+
+def test_max_q_is_bounded_as_truncate_reads_it() -> None:
+    """Catches temperatures that are fitted on logits of max q above 8, which the online estimate takes for 8."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 10 + 4 * torch.rand(4000, 1, generator=generator)
+    right = torch.rand(logits.shape, generator=generator) < torch.tensor(8.0 / 4.0).sigmoid()
+    drafts = Drafts(logits, right.long().sum(1))
+    assert fit(drafts, False) == pytest.approx([4.0], rel=0.1)
+    assert fit(drafts, True)[0] > 5.5
+    judged = figures(drafts, False, fit(drafts, False))
+    assert judged["ece_after"][0] < 0.02 < judged["ece_before"][0]
 
 
 def test_figures_by_hand() -> None:

@@ -108,13 +108,17 @@ class Described:
         self.own = drafter.target.model.get_output_embeddings().weight if own is None else own
         self.ids = torch.arange(len(self.own)) + self.weights.get("d2t", 0)
 
-    def logits(self, known: list[int], path: list[int]) -> Tensor:
-        """``[V]`` of the children of ``path``."""
+    def states(self, known: list[int]) -> Tensor:
+        """``[D, H]`` of the slots that predict."""
         drafter, given = self.drafter, self.drafter.given
         context = tapped(drafter.target, drafter, known)[:-1]
         block = embedded(drafter.target, known[-1])
         rows = block_states(self.weights, drafter.module.config, context, block, given.causal)
-        rows = rows[1:] if given.layout == "fill-in" else rows
+        return rows[1:] if given.layout == "fill-in" else rows
+
+    def logits(self, known: list[int], path: list[int]) -> Tensor:
+        """``[V]`` of the children of ``path``."""
+        drafter, given, rows = self.drafter, self.drafter.given, self.states(known)
         scores = self.own @ rows[len(path)]
         if isinstance(drafter, DSparkDrafter):
             scores = scores + markov_bias(self.weights, given.markov_head, [known[-1], *path], rows)
@@ -149,21 +153,28 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
     """Catches a feature that stays out of the cache or is read twice, a block one position late, a slot of the other
     layout, a q of another slot, a Markov head that follows another node, draft ids that are not mapped.
 
-    None of these changes the output, only tau: conformance cannot see them. Some prompts are shorter than a block.
+    None of these changes the output, only tau: conformance cannot see them. Some prompts are shorter than a block. The
+    states of the slots, from the cache, are compared to 1e-5.
     """
     target = target_of("llama")
     drafter = made(target, CASES[case], tree, nodes=24, top_k=3)
     if tree == "auto":
         drafter.policy = Cycling()
         drafter.policy.shapes = (((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)),)
-    propose, counts = drafter.propose, []
+    propose, slots, described, counts = drafter.propose, drafter.slots, Described(drafter), []
 
     def compared(state: DecodeState) -> DraftTree:
         draft = propose(state)
         compare(drafter, draft, state, counts)
         return draft
 
-    with mock.patch.object(drafter, "propose", compared):
+    def with_states(states: Tensor, state: DecodeState) -> Any:
+        for row, known in enumerate(state.tokens):
+            if not state.finished[row]:
+                torch.testing.assert_close(states[row], described.states(known), atol=1e-5, rtol=1e-5)
+        return slots(states, state)
+
+    with mock.patch.object(drafter, "propose", compared), mock.patch.object(drafter, "slots", with_states):
         options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": NO_EOS, "temperature": temperature}
         generate(target, drafter, [prompt(9), prompt(2, 1), prompt(1, 2)], **options)
     assert len(counts) > 9
@@ -270,18 +281,32 @@ def test_the_tree_has_the_likeliest_nodes(shared: bool) -> None:
         base = torch.randn(2, 3, 6, generator=generator)
         bigram = torch.randn(6, 6, generator=generator)
         slots: Any = Marginals(base) if shared else Bigrams(base, bigram)
-        draft = grow_likeliest(slots, 3, 6 if not shared else 4, nodes)
+        draft = grow_likeliest(slots, 3, 4, nodes)
         for row in range(2):
             scores = {}
             for depth in (1, 2, 3):
                 for path in itertools.product(range(6), repeat=depth):
                     logits = [base[row, n] + (0 if shared or n == 0 else bigram[path[n - 1]]) for n in range(depth)]
                     scores[path] = sum(float(x.log_softmax(-1)[t]) for x, t in zip(logits, path, strict=True))
-            limits = [base[row, n].topk(4).indices.tolist() if shared else range(6) for n in range(3)]
-            kept = {path for path in scores if all(t in limits[n] for n, t in enumerate(path))}
-            expected = sorted(kept, key=lambda path: -scores[path])[:nodes]
-            if shared or nodes < 9:  # six paths of a level are extended: enough for few nodes
-                assert {tuple(path_of(draft, node, row)) for node in range(draft.size)} == set(expected)
+            limits = [base[row, n].topk(4).indices.tolist() for n in range(3)]
+            kept = [path for path in scores if all(t in limits[n] for n, t in enumerate(path))]
+            if not shared:
+                kept = beam(scores, 4)
+            expected = sorted(kept, key=scores.__getitem__, reverse=True)[:nodes]
+            assert {tuple(path_of(draft, node, row)) for node in range(draft.size)} == set(expected)
+            if nodes <= 4:  # neither limit cuts off one of the four likeliest nodes
+                assert set(expected) == set(sorted(scores, key=scores.__getitem__, reverse=True)[:nodes])
+
+
+def beam(scores: dict[tuple[int, ...], float], width: int) -> list[tuple[int, ...]]:
+    """The paths that a beam search scores which extends ``width`` paths of a level by their ``width`` best tokens."""
+    found: list[tuple[int, ...]] = []
+    level: list[tuple[int, ...]] = [()]
+    for _ in range(3):
+        children = [sorted(((*path, t) for t in range(6)), key=scores.__getitem__)[-width:] for path in level]
+        found += (candidates := list(itertools.chain(*children)))
+        level = sorted(candidates, key=scores.__getitem__)[-width:]
+    return found
 
 
 class Bigrams:

@@ -258,6 +258,14 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     assert load_checkpoint("user/d", revision="v2")[0]["drafter_type"] == "eagle"
 
 
+def test_a_calibration_is_published(hub: HubServer, login: Login, saved: Path, tmp_path: Path) -> None:
+    """Catches temperatures for SGLang that stay at home, or take the folder of their prompts along."""
+    found = {"temperatures": [1.5, 2.0], "dataset": f"{tmp_path}/my-features/heldout", "num_samples": 400}
+    (saved / "confidence.json").write_text(json.dumps(found))
+    push_to_hub(saved, "user/d")
+    assert json.loads(files(hub, "user/d")["confidence.json"]) == found | {"dataset": "heldout"}
+
+
 def test_a_push_that_was_broken_off_goes_on(hub: HubServer, login: Login, saved: Path) -> None:
     """Catches weights that are sent again though they lie there, patience with a Hub that says no, and none with one
     that is overloaded."""

@@ -1,5 +1,6 @@
 """Our export in SGLang's own classes, where that is installed (make .venv-sglang/.installed)."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -126,6 +127,25 @@ def test_what_it_swallows_is_what_our_check_refuses(tmp_path: Path) -> None:
     assert left == ["model.layers.0.mlp.down_proj.weight", "model.fc.bias"]
     with pytest.raises(ValueError, match=r"missing tensors: fc\.bias, layers\.0\.mlp\.down_proj\.weight"):
         check(tmp_path / "sglang", "sglang")
+
+
+def test_it_reads_how_a_block_attends_and_the_temperatures(tmp_path: Path) -> None:
+    """Catches a causal head that it serves in both directions, and a file of temperatures in another format."""
+    target = test_eagle3_layouts.save_target(tmp_path / "target")
+    folders, expected = [], []
+    for method, causal, temperatures in itertools.product(
+        ("dflash", "dspark"), (False, True), (None, [1.5, 2, 1, 1, 3])
+    ):
+        if method == "dflash" and temperatures:
+            continue
+        layout = "anchor-first" if method == "dspark" else "fill-in"
+        options = {"layout": layout, "causal": causal, "confidence_temperatures": temperatures}
+        folders.append(str(tmp_path / f"sglang-{len(folders)}"))
+        head = test_block_layouts.save_head(tmp_path / f"head-{len(folders)}", method, target, **options)
+        export(head, "sglang", Path(folders[-1]))
+        expected.append({"causal": causal, "temperatures": temperatures})
+    (tmp_path / "folders.json").write_text(json.dumps(folders))
+    assert lines_of("sglang_block.py", tmp_path / "folders.json") == expected
 
 
 def test_it_takes_the_arguments_of_our_worker(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from drafters import TargetModel, generate, load_drafter
+from train import dflash
 from train.core import attention
 from train.core.attention import Blocks, block_attention
 from train.core.task import make_task
@@ -120,6 +121,33 @@ def test_anchors(settings: dict[str, Any]) -> None:
     assert len(share.choose(batch, 1).anchors[0]) == -(-int(batch.shifted(batch.loss_mask, 1)[0, :30].sum()) // 2)
 
 
+def dialogue(mask: str) -> Any:
+    """A dialogue whose answers have the tokens at which ``mask`` is 1."""
+    return SimpleNamespace(loss_mask=torch.tensor([one == "1" for one in mask]))
+
+
+def test_what_is_said_of_the_anchors(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches blocks that count as covering a second answer, answers shorter than a block, figures of some dialogues
+    that read as those of all, and a run that is refused because the first dialogues are short.
+
+    By hand, with four slots. Long: anchors 1 and 2 of six positions; both have a whole block, of the tokens 2 to 6, so
+    that one of six answer tokens is not covered. Short: anchor 0 of the positions 0, 1 and 3; its block covers the two
+    tokens of the first answer.
+    """
+    task, _ = made(settings, 1)
+    long, short = dialogue("00111111"), dialogue("011010")
+    monkeypatch.setattr(task, "drawn", lambda trained, *given: torch.tensor([1, 2] if len(trained) == 8 else [0]))
+    behind = "of them with a whole block; they cover"
+    ends = "of the answers' tokens; the shortest answer has 1 tokens, a block 4"
+    assert task.describe([long, short]) == f"anchors: 3 of 9 positions an epoch, 2 {behind} 77.8% {ends}"
+    assert task.describe([long]) == f"anchors: 2 of 6 positions an epoch, 2 {behind} 83.3% of the answers' tokens"
+    monkeypatch.setattr(dflash, "DESCRIBED", 1)
+    expected = f"anchors of the first 1 dialogues: 1 of 3 positions an epoch, 0 {behind} 66.7% {ends}"
+    assert task.describe([short, long]) == expected
+    with pytest.raises(ValueError, match="predict 4 tokens, and the longest answer has 2 tokens"):
+        task.describe([short, short])
+
+
 def test_answers_are_drafted_from_trained_anchors(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches --overfit judging the first tokens of a second answer from anchors in the question, which no loss trains
     and no decoding starts from."""
@@ -190,14 +218,25 @@ def reference(task: Any, batch: Any, corrected: Any, more: Any = None) -> Tensor
             p = (span.of(batch.features)[anchor : anchor + count] @ lm_head.weight[ids].T).softmax(-1)
             text = torch.stack([(ids == token) for token in tokens[anchor + 1 : anchor + count + 1]]).float()
             overlap = torch.minimum(p, q).sum(-1)
-            varies = config.classification_loss == "total_variation"
-            divergence = 1 - overlap if varies else -(p * q.log()).sum(-1)
+            divergence = divergence_of(config, p, q, overlap)
             each = config.target_weight * divergence - config.token_weight * (text * q.log()).sum(-1)
             accepted = (overlap if config.target_weight else (text * q).sum(-1)).detach()
             if more is not None:
                 each = each + more(tokens[anchor : anchor + count], rows, overlap.detach())
             total = total + (each * position_weights(config, accepted)).sum()
     return total
+
+
+def divergence_of(config: Any, p: Tensor, q: Tensor, overlap: Tensor) -> Tensor:
+    """The config's ``classification_loss`` of each row of p and q ``[k, V]``; ``overlap``: sum_x min(p, q)."""
+    if config.classification_loss == "total_variation":
+        return 1 - overlap
+    if config.classification_loss == "lk_alpha":
+        return -overlap.log()
+    if config.classification_loss == "lk_lambda":
+        share = (-config.lk_eta * overlap.detach()).exp()
+        return share * (p * (p.log() - q.log())).sum(-1) + (1 - share) * (1 - overlap)
+    return -(p * q.log()).sum(-1)
 
 
 def position_weights(config: Any, accepted: Tensor) -> Tensor:
@@ -271,13 +310,15 @@ def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path
     assert first < 1.2 and last > 1.7, (first, last)  # off by one, it stays near 1
 
 
-def test_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches anchors that depend on how often a run was started."""
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    """Catches anchors that depend on how often a run was started, and a Markov or confidence head that starts again."""
     values = settings | {"anchors": 3, "schedule": "constant", "steps": 8}
-    tiny_run.train_here("dflash", values)
+    values |= {"markov_rank": 8, "markov_head": "rnn"} if kind == "dspark" else {}
+    tiny_run.train_here(kind, values)
     parts = values | {"out": str(tmp_path / "parts")}
-    tiny_run.train_here("dflash", parts | {"steps": 4})
-    tiny_run.train_here("dflash", parts, resume=True)
+    tiny_run.train_here(kind, parts | {"steps": 4})
+    tiny_run.train_here(kind, parts, resume=True)
     ours, theirs = (load_file(Path(each["out"]) / "model.safetensors") for each in (values, parts))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -320,7 +361,7 @@ def test_what_the_data_cannot_train_is_refused(settings: dict[str, Any]) -> None
     """Catches an id that indexes outside of the embeddings, and a block longer than every answer."""
     with pytest.raises(ValueError, match=r"mask_token_id is 999, and the target's vocabulary has \d+ tokens"):
         made(settings, 0, mask_token_id=999)
-    with pytest.raises(ValueError, match=r"the longest answer has \d+: 162 anchors remain, and none has a whole block"):
+    with pytest.raises(ValueError, match=r"the longest answer has \d+ tokens, so that no anchor has a whole block"):
         tiny_run.train_here("dflash", settings | {"block_size": 40})
     task, batch = made(settings, 1)
     nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])  # a rank without work

@@ -67,6 +67,8 @@ KINDS = [
     {},
     {"markov_head": "gated", "draft_vocab": 60, "position_weights": "d-pace", "confidence_weight": 0.5},
     {"markov_head": "rnn", "layout": "fill-in", "confidence_head": False, "classification_loss": "cross_entropy"},
+    {"markov_head": "gated", "classification_loss": "lk_alpha"},
+    {"markov_head": "rnn", "classification_loss": "lk_lambda", "lk_eta": 2.0, "position_weights": "uniform"},
 ]
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,8 @@ TOY: dict[str, Any] = {"taps": [1, 2]}
 # After token 0 the confidence head says 0.55, after token 1 it says 0.1. A first draft token costs 0.65 plain steps, a
 # second one nothing: one token alone is not profitable, and two are where the first is token 0.
 CONFIDENCE, COSTS = [0.55, 0.1], Costs(0.0, Curve((1, 2, 3), (1.0, 1.65, 1.65)))
-Length = Callable[[Truncation, Tensor, Any], int]
+# Here a first one costs 0.05 and a second one 0.12: one token always, and two where the first is token 0.
+VARYING = Costs(0.0, Curve((1, 2, 3), (1.0, 1.05, 1.17)))
 
 
 def whole_block(policy: Truncation, certainty: Tensor, state: Any) -> int:
@@ -44,7 +46,7 @@ def whole_block(policy: Truncation, certainty: Tensor, state: Any) -> int:
     return max(range(len(paths)), key=lambda length: speed[length])
 
 
-def counterexample() -> Any:
+def counterexample(costs: Costs = COSTS) -> Any:
     """A DSpark drafter that draws 0 and 1 evenly, for a target that draws them with 0.7 and 0.3 after any text."""
     model: Any = tiny.build("llama", vocab_size=3, num_hidden_layers=1)
     for name, weights in model.named_parameters():
@@ -64,34 +66,43 @@ def counterexample() -> Any:
     head.confidence_head.proj.weight.data.zero_()
     head.confidence_head.proj.weight.data[0, -1] = 1.0
     drafter: Any = DSparkDrafter(target, head, DSparkOptions(**options))
-    drafter.policy._measured = lambda *given: COSTS
+    drafter.policy._measured = lambda *given: costs
     return drafter
 
 
-def after_token_0(drafter: Any, texts: int = 8, tokens: int = 160) -> float:
-    """Share of token 0 among the first tokens of the steps behind a token 0."""
-    found = []
+def after_token_0(drafter: Any, texts: int = 8, tokens: int = 160) -> tuple[float, Counter[int]]:
+    """Of the steps behind a token 0: the share of token 0 among their first tokens, and how many verify each length."""
+    found, lengths = [], Counter[int]()
     for seed in range(texts):
         options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 1.0, "eos_token_id": []}
         result = generate(drafter.target, drafter, [[0]], seed=seed, **options)
         row, at = result.tokens[0].tolist(), 1
         for step in result.trace.steps:
-            found += [row[at]] * (row[at - 1] == 0)
+            if row[at - 1] == 0:
+                found.append(row[at])
+                lengths[step.drafted] += 1
             at += step.committed
     assert set(found) == {0, 1} and len(found) > 500
-    return found.count(0) / len(found)
+    return found.count(0) / len(found), lengths
 
 
 def test_the_published_counterexample() -> None:
     """Catches a decision that looks at the whole block: it turns 0.7 and 0.3 into 0.85 and 0.15 (section 3.3).
 
-    The share has a standard error of 0.016.
+    The share has a standard error of 0.016. With the published costs our rule verifies nothing.
     """
-    drafter = counterexample()
-    assert after_token_0(drafter) == pytest.approx(0.7, abs=0.05)
-    drafter = counterexample()
+    share, lengths = after_token_0(counterexample())
+    assert share == pytest.approx(0.7, abs=0.05) and {*lengths} == {0}
     with mock.patch.object(Truncation, "length", whole_block):
-        assert after_token_0(drafter) == pytest.approx(0.85, abs=0.05)
+        share, _ = after_token_0(counterexample())
+    assert share == pytest.approx(0.85, abs=0.05)
+
+
+def test_lengths_that_vary_with_the_tokens() -> None:
+    """Catches a rule that is right only where it verifies nothing: here it verifies one token or two, by the first."""
+    share, lengths = after_token_0(counterexample(VARYING), texts=12)
+    assert share == pytest.approx(0.7, abs=0.05)
+    assert lengths[1] > 100 and lengths[2] > 100 and lengths[0] <= 12, lengths  # 0: the last token of a text
 
 
 def committed(length: Callable[[Tensor], int], confidence: dict[tuple[int, ...], float], peeks: bool) -> Tensor:

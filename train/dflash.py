@@ -72,7 +72,7 @@ class DFlashTask(Task):
 
     def drafter_config(self) -> dict[str, Any]:
         names = ("layout", "block_size", "mask_token_id", "layer", "layers", "causal")
-        options = {name: getattr(self.config, name) for name in names}
+        options = self.shape | {name: getattr(self.config, name) for name in names}
         return options | {"taps": list(self.config.taps), "draft_vocab_size": self.config.draft_vocab}
 
     @property
@@ -99,7 +99,7 @@ class DFlashTask(Task):
             trained = span.of(follows)
             own = self.drawn(trained, seed, span.dialogue)
             kept = torch.arange(slots) < runs(trained)[own, None]  # [m, K]
-            rows.append((span.start + own[:, None] + torch.arange(slots))[kept])
+            rows.append(span.start + rows_of(own, slots)[kept])
             places.append(blocks * slots + kept.flatten().nonzero().squeeze(1))
             anchors.append(own.tolist())
             blocks += len(own)
@@ -130,32 +130,34 @@ class DFlashTask(Task):
         return possible[torch.randperm(len(possible), generator=generator)[:count]].sort().values
 
     def describe(self, train: Source) -> str:
-        """The anchors of an epoch, those with a whole block, and the share of answers' tokens that the blocks cover."""
-        slots, possible, whole, blocks, covered, answers = self.slots, 0, 0, 0, 0, 0
-        shortest, longest = math.inf, 0
-        for index in range(min(len(train), DESCRIBED)):
-            mask = train[index].loss_mask
-            trained = torch.cat([mask[1:], mask.new_zeros(1)])
-            left = runs(trained)
-            begins = trained & ~torch.cat([mask.new_zeros(1), trained[:-1]])
-            own = self.drawn(trained, self.config.seed * 1_000_003, index)
-            reached = torch.zeros(len(mask) + slots, dtype=torch.bool)
-            reached[(own[:, None] + torch.arange(slots)).flatten()] = True
-            covered += int((reached[: len(mask)] & trained).sum())
-            possible, answers = possible + int(trained.sum()), answers + int(trained.sum())
-            whole, blocks = whole + int((left[own] >= slots).sum()), blocks + len(own)
-            if begins.any():
-                shortest = min(shortest, int(left[begins].min()))
-                longest = max(longest, int(left[begins].max()))
-        if not whole:
+        """The anchors of an epoch, those with a whole block, and the share of answers' tokens that the blocks cover.
+
+        They are counted in the first ``DESCRIBED`` dialogues.
+
+        Raises:
+            ValueError: no answer of any dialogue is as long as a block.
+        """
+        slots, count = self.slots, min(len(train), DESCRIBED)
+        possible = whole = blocks = covered = 0
+        shortest = math.inf
+        for index in range(count):
+            trained = predicted(train[index].loss_mask)
+            left, own = runs(trained), self.drawn(trained, self.config.seed * 1_000_003, index)
+            kept = torch.arange(slots) < left[own, None]  # [m, K], as in ``choose``
+            possible, covered = possible + int(trained.sum()), covered + len(rows_of(own, slots)[kept].unique())
+            blocks, whole = blocks + len(own), whole + int((left[own] >= slots).sum())
+            begins = left[trained & ~torch.cat([trained.new_zeros(1), trained[:-1]])]
+            shortest = min([shortest, *begins.tolist()])
+        if not whole and (longest := longest_answer(train)) < slots:
             raise ValueError(
                 f"block_size is {self.config.block_size}, whose blocks predict {slots} tokens, and the longest answer "
-                f"has {longest}: {blocks:,} anchors remain, and none has a whole block; set a smaller block_size"
+                f"has {longest} tokens, so that no anchor has a whole block; set a smaller block_size"
             )
+        of = f" of the first {count:,} dialogues" if count < len(train) else ""
         short = f"; the shortest answer has {shortest} tokens, a block {slots}" if shortest < slots else ""
         return (
-            f"anchors: {blocks:,} of {possible:,} positions an epoch, {whole:,} of them with a whole block; they cover "
-            f"{covered / answers:.1%} of the answers' tokens{short}"
+            f"anchors{of}: {blocks:,} of {possible:,} positions an epoch, {whole:,} of them with a whole block; they "
+            f"cover {covered / max(possible, 1):.1%} of the answers' tokens{short}"
         )
 
     # ------------------------------------------------------------------------------------------- one micro-batch
@@ -175,23 +177,13 @@ class DFlashTask(Task):
         config, device = self.config, batch.input_ids.device
         anchors = torch.tensor([place for own in batch.anchors for place in own], dtype=torch.int64, device=device)
         masks = anchors.new_full((len(anchors), config.block_size - 1), config.mask_token_id)
-        ids = torch.cat([self.tokens_at_anchors(batch)[:, None], masks], dim=1)
+        ids = torch.cat([batch.input_ids[0, anchor_rows(batch)][:, None], masks], dim=1)
         places = anchors[:, None] + torch.arange(config.block_size, device=device)
         features = torch.cat([batch.taps[tap] for tap in config.taps], dim=-1)
         positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
         blocks = Blocks(batch.dialogue_lengths(), batch.anchors, config.block_size, config.causal)
         found = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
         return found.view(len(anchors), config.block_size, found.shape[-1])[:, config.block_size - config.slots :]
-
-    def tokens_at_anchors(self, batch: Batch, behind: Tensor | None = None) -> Tensor:
-        """int64 ``[m]``: the tokens at the anchors; or ``[m, K]``, ``behind`` them (int64 ``[K]``), the last one of
-        the row where there are no more."""
-        starts = itertools.accumulate(batch.dialogue_lengths(), initial=0)
-        flat = [start + place for start, own in zip(starts, batch.anchors, strict=False) for place in own]
-        at = torch.tensor(flat, dtype=torch.int64, device=batch.input_ids.device)
-        if behind is not None:
-            at = (at[:, None] + behind).clamp_max(batch.input_ids.shape[1] - 1)
-        return batch.input_ids[0, at]
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Further parts of the pairs, from the slots' states ``[m, K, H]``, if slots depend on the tokens before."""
@@ -213,25 +205,24 @@ class DFlashTask(Task):
     @torch.no_grad()
     def acceptance(self, pairs: Pairs) -> Tensor:
         """a_i of D-PACE, ``[n]``."""
-        found = torch.zeros(pairs.predictions.shape[:2], device=pairs.predictions.device)
         compared = pairs if self.against_logits else of_text(pairs)
-        self.heads.divergence(compared, "cross_entropy", overlap=found)
-        return found[0]
+        _, (found,) = self.heads.divergence_and_overlap(compared, "cross_entropy")
+        return found
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
-        return {"loss": self.block_loss(pairs)}
-
-    def block_loss(self, pairs: Pairs, overlap: Tensor | None = None) -> Tensor:
-        """The loss of all slots, a sum over them; ``overlap``: as for ``train.core.losses.divergence_sum``."""
         config = self.config
         if not self.against_logits:
-            return config.token_weight * self.heads.divergence(of_text(pairs), "cross_entropy").sum()
-        term = None
-        if config.token_weight:
-            assert pairs.tokens is not None
-            term = TextTokens(pairs.tokens, config.token_weight / config.target_weight)
-        each = self.heads.divergence(pairs, config.classification_loss, term, overlap)
-        return config.target_weight * each.sum()
+            return {"loss": config.token_weight * self.heads.divergence(of_text(pairs), "cross_entropy").sum()}
+        each = self.heads.divergence(pairs, config.classification_loss, self.text_term(pairs))
+        return {"loss": config.target_weight * each.sum()}
+
+    def text_term(self, pairs: Pairs) -> TextTokens | None:
+        """The cross-entropy of the text's tokens as a term of the loss against logits, before ``target_weight``."""
+        config = self.config
+        if not config.token_weight:
+            return None
+        assert pairs.tokens is not None
+        return TextTokens(pairs.tokens, config.token_weight / config.target_weight)
 
     def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
         """Neighbouring ``tokens`` are drafted from neighbouring slots, so that all slots draft some. An anchor is at
@@ -248,6 +239,10 @@ class DFlashTask(Task):
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """Also by slot, from 1 on: ``slot_k_top1`` and ``slot_k_expected_acceptance``, behind the text's own tokens."""
         (overlap,), (agree,) = self.heads.compare(pairs)
+        return self.figures(batch, pairs, overlap, agree)
+
+    def figures(self, batch: Batch, pairs: Pairs, overlap: Tensor, agree: Tensor) -> dict[str, Ratio]:
+        """``heldout`` of pairs whose expected acceptance and agreement are known, ``[n]`` each."""
         found = {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
         slot = batch.places % self.slots
         for k in range(self.slots):
@@ -259,10 +254,32 @@ class DFlashTask(Task):
         raise NotImplementedError("a block drafter predicts slots of blocks: pairs")
 
 
+def rows_of(anchors: Tensor, slots: int) -> Tensor:
+    """int64 ``[m, K]``: the positions of a dialogue whose next tokens the blocks behind ``anchors [m]`` predict."""
+    return anchors[:, None] + torch.arange(slots)
+
+
+def anchor_rows(batch: Batch) -> Tensor:
+    """int64 ``[m]``: the anchors' places in the batch's only row."""
+    starts = itertools.accumulate(batch.dialogue_lengths(), initial=0)
+    flat = [start + place for start, own in zip(starts, batch.anchors, strict=False) for place in own]
+    return torch.tensor(flat, dtype=torch.int64, device=batch.input_ids.device)
+
+
 def of_text(pairs: Pairs) -> Pairs:
     """The pairs with the text's tokens as targets."""
     assert pairs.tokens is not None
     return replace(pairs, targets=pairs.tokens)
+
+
+def predicted(loss_mask: Tensor) -> Tensor:
+    """bool ``[T]``: the positions of a dialogue whose next token belongs to an answer; ``loss_mask``: bool ``[T]``."""
+    return torch.cat([loss_mask[1:], loss_mask.new_zeros(1)])
+
+
+def longest_answer(train: Source) -> int:
+    """Tokens of the longest answer in all dialogues that are predicted."""
+    return max(int(runs(predicted(train[index].loss_mask)).max()) for index in range(len(train)))
 
 
 def runs(trained: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from drafters.model.ends import FrozenEnds
 from train.core.losses import Pairs
 from train.core.task import Ratio
 from train.data.packing import Batch
-from train.dflash import DFlashTask
+from train.dflash import DFlashTask, anchor_rows
 
 
 class DSparkTask(DFlashTask):
@@ -58,7 +58,7 @@ class DSparkTask(DFlashTask):
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         head: Any = self.module
-        previous = self.tokens_at_anchors(batch, torch.arange(self.slots, device=states.device))  # [m, K]
+        previous = self.tokens_before_slots(batch)
         latents = head.markov_head(previous, states).flatten(0, 1)
         found = {"latents": latents[batch.places][None]}
         if self.config.confidence_head:
@@ -66,21 +66,27 @@ class DSparkTask(DFlashTask):
             found["confidence"] = head.confidence(*chosen)
         return found
 
+    def tokens_before_slots(self, batch: Batch) -> Tensor:
+        """int64 ``[m, K]``: the text's token before that of each slot, the row's last token where the text ends."""
+        slots = torch.arange(self.slots, device=batch.input_ids.device)
+        at = anchor_rows(batch)[:, None] + slots
+        return batch.input_ids[0, at.clamp_max(batch.input_ids.shape[1] - 1)]
+
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         if pairs.confidence is None:
             return super().losses(pairs)
-        accepted = torch.empty(pairs.predictions.shape[:2], device=pairs.predictions.device)
-        loss = self.block_loss(pairs, overlap=accepted)
+        config, term = self.config, self.text_term(pairs)
+        each, (overlap,) = self.heads.divergence_and_overlap(pairs, config.classification_loss, term)
         weights = None if pairs.weights is None else pairs.weights[0]
-        label = accepted[0].clamp(0, 1)
+        label = overlap.clamp(0, 1)
         confidence = F.binary_cross_entropy_with_logits(pairs.confidence, label, weights, reduction="sum")
-        return {"loss": loss + self.config.confidence_weight * confidence, "confidence_loss": confidence}
+        loss = config.target_weight * each.sum() + config.confidence_weight * confidence
+        return {"loss": loss, "confidence_loss": confidence}
 
-    def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+    def figures(self, batch: Batch, pairs: Pairs, overlap: Tensor, agree: Tensor) -> dict[str, Ratio]:
         """Also ``confidence_error``: mean distance of the estimated acceptance from sum_x min(p, q)."""
-        found = super().heldout(module, batch, pairs)
+        found = super().figures(batch, pairs, overlap, agree)
         if pairs.confidence is not None:
-            (overlap,), _ = self.heads.compare(pairs)
             distance = (pairs.confidence.sigmoid() - overlap).abs()
             found["confidence_error"] = Ratio(distance.sum(), torch.tensor(len(distance), device=distance.device))
         return found

@@ -69,7 +69,7 @@ class Eagle3Task(Task):
         flags = ("own_lm_head", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         options: dict[str, Any] = {"taps": list(config.taps), "layer": config.layer, "layers": config.layers}
         options |= {"draft_vocab_size": config.draft_vocab, "trained_steps": config.ttt_steps}
-        options |= {"sliding_window": config.sliding_window}
+        options |= {"sliding_window": config.sliding_window} | self.shape
         return options | {name: getattr(config, name) for name in flags}
 
     @property

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+CONFIDENCE_FILE = "confidence.json"  # of train.calibrate, in the format of SGLang's option for confidence temperatures
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 
@@ -163,7 +164,12 @@ def load_checkpoint(
 
 def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
     """The method of a checkpoint, without reading its weights; raises as ``load_checkpoint`` does."""
-    return read_config(_folder(path_or_repo, revision, None), source=str(path_or_repo)).drafter_type
+    return config_of(path_or_repo, revision).drafter_type
+
+
+def config_of(path_or_repo: str | Path, revision: str | None = None) -> CheckpointConfig:
+    """The ``config.json`` of a checkpoint, without reading its weights; raises as ``load_checkpoint`` does."""
+    return read_config(_folder(path_or_repo, revision, None), source=str(path_or_repo))
 
 
 def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | None) -> Path:

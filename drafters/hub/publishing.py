@@ -87,6 +87,7 @@ def files_of(folder: Path, repo_id: str, card: Card | None = None) -> Files:
     """What is published of ``folder``, by its name there, the weights last; errors are ``push_to_hub``'s."""
     text = card_of(folder, repo_id, card)
     *others, weights = (checkpoint.CONFIG_FILE, *checkpoint.read_config(folder).files)
+    others += [checkpoint.CONFIDENCE_FILE] if (folder / checkpoint.CONFIDENCE_FILE).is_file() else []
     files: Files = {CARD_FILE: text.encode(), **GENERATE_FILES}
     files |= {str(path.relative_to(folder)): path for path in sorted(folder.glob(EVENTS))}
     return files | {name: _without_paths(folder / name) for name in others} | {weights: folder / weights}

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from drafters.common.states import to_inputs, to_outputs
 from drafters.common.wording import dtype_name
-from drafters.config import validate
+from drafters.config import Config, validate
 from drafters.hub.checkpoint import load_state
 from drafters.hub.declared import READERS
 from drafters.layouts.block import (
@@ -80,7 +80,15 @@ def form(
     config = _config(to, options, target, dtype_name(found["fc.weight"].dtype), origin)
     refused, _ = check_head(config, renamed(found), target, checkpoint)
     able, told = loaded_by(to, refused, {one: no_target(one, target.model_type) for one in READERS})
-    return Form(config, found, None, able, told, options.slots)
+    temperatures = temperatures_of(options) if "sglang" in able else None
+    return Form(config, found, None, able, told, options.slots, temperatures)
+
+
+def temperatures_of(options: Config) -> list[float] | None:
+    """The temperatures of a calibrated confidence head, one for each position; None for other heads."""
+    if not isinstance(options, DSparkOptions) or not options.confidence_head:
+        return None  # those of max q, which SGLang does not read
+    return options.confidence_temperatures
 
 
 def method_of(options: BlockOptions) -> str:
@@ -146,6 +154,7 @@ def why_not(to: str, options: BlockOptions, target: PretrainedConfig) -> str | N
     only_vanilla = (markov != "vanilla", f"it has no Markov head of the kind {markov!r}; train one with vanilla")
     targets_head = "it drafts with the target's LM head; train one without draft_vocab"
     whole = (rows == target.vocab_size, f"of all tokens {targets_head}")
+    only_both_ways = (options.causal, "its blocks attend in both directions (causal: false)")
     rules: dict[str, list[tuple[bool, str]]] = {
         "official": [
             only_fill_in,
@@ -160,8 +169,8 @@ def why_not(to: str, options: BlockOptions, target: PretrainedConfig) -> str | N
             (taps[0] == 0, "it hands over no embeddings"),
             (taps[-1] == last, "it hands over no state after the target's last layer"),
         ],
-        "speculators": [(options.causal, "its blocks attend in both directions (causal: false)"), whole],
-        "llama.cpp": [only_fill_in, only_vanilla, (dflash and rows is not None, targets_head), whole],
+        "speculators": [only_both_ways, whole],
+        "llama.cpp": [only_fill_in, only_vanilla, only_both_ways, (dflash and rows is not None, targets_head), whole],
     }  # fmt: skip
     if options.layer != "qwen3":
         return "its draft layers have norms of queries and keys (layer: qwen3); train one with layer=qwen3"

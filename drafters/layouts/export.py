@@ -12,7 +12,7 @@ from drafters.common.files import check_new_folder, replace_json, replace_text, 
 from drafters.common.paths import readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
-from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
+from drafters.hub.checkpoint import CONFIDENCE_FILE, WEIGHTS_FILE, load_checkpoint, load_state
 from drafters.hub.declared import READERS
 from drafters.layouts import block, block_export, eagle3, eagle3_export
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
@@ -86,7 +86,8 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     origin = _made_from(config, checkpoint, kind)
     form_of = STATE_HEADS[method].form if method in STATE_HEADS else _one_layer_form
     form: Form = form_of(checkpoint, to, options, family, weights, origin)
-    about = Exported(checkpoint, name, to, out, form.hot, method, form.readers, form.steps)
+    calibrated = form.temperatures is not None
+    about = Exported(checkpoint, name, to, out, form.hot, method, form.readers, form.steps, calibrated)
     text = readme(form.config, form.weights, about, kind.layout)
     _write(out, form, text, kind.layout.pickled)
     return form.notices
@@ -225,12 +226,13 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
         return ""
     sections, target = [], base_model or shown_name(trained["name"])
     hot = None if options.get("draft_vocab") is None else weights.get(DRAFT_IDS)
-    steps = getattr(validate(learned(method).options, options, source=str(folder)), "slots", STEPS)
+    given: Any = validate(learned(method).options, options, source=str(folder))
+    steps, calibrated = getattr(given, "slots", STEPS), block_export.temperatures_of(given) is not None
     for to, how in (("vllm", vllm), ("sglang", sglang)):
         if reasons[to] is None:
             out = Path(f"{repo_id.split('/')[-1]}-{to}")
             export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
-            section = how(Exported(repo_id, target, to, out, hot, method, steps=steps))
+            section = how(Exported(repo_id, target, to, out, hot, method, steps=steps, calibrated=calibrated))
             sections.append(section.replace("```sh\n", f"```sh\n{export}\n", 1))
     return "\n\n".join(sections)
 
@@ -339,6 +341,8 @@ def _write(out: Path, form: Form, text: str, pickled: bool) -> None:
         if form.hot is not None:
             with replacing(out / HOT_TOKENS) as path:
                 torch.save(form.hot.tolist(), path)
+        if form.temperatures is not None:
+            replace_json(out / CONFIDENCE_FILE, {"temperatures": form.temperatures})
         replace_text(out / "README.md", text)
         replace_json(out / CONFIG_FILE, form.config)
     except BaseException:

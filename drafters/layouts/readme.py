@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from drafters.common.wording import dtype_name
+from drafters.hub.checkpoint import CONFIDENCE_FILE
 from drafters.hub.declared import Layout
 from drafters.layouts.config import MADE_FROM
 
@@ -20,7 +21,7 @@ class Exported(NamedTuple):
     """What was exported: ``checkpoint``, for ``target``, for the reader ``to``, into ``out``.
 
     ``hot``: the draft vocabulary; None if the drafter has none. ``readers``: all programs that load this folder.
-    ``steps``: tokens of a draft in the commands shown.
+    ``steps``: tokens of a draft in the commands shown. ``calibrated``: the folder has ``CONFIDENCE_FILE``.
     """
 
     checkpoint: str
@@ -31,12 +32,14 @@ class Exported(NamedTuple):
     method: str
     readers: tuple[str, ...] = ()
     steps: int = STEPS
+    calibrated: bool = False
 
 
 class Form(NamedTuple):
     """A head in the form of a program: what is written, the programs that load it, and what the user has to know.
 
     ``hot``: the draft vocabulary of SGLang's file; None if there is none. ``steps``: as in ``Exported``.
+    ``temperatures``: of the confidence head, for SGLang's file; None if there is none.
     """
 
     config: dict[str, Any]
@@ -45,6 +48,7 @@ class Form(NamedTuple):
     readers: tuple[str, ...]
     notices: list[str]
     steps: int = STEPS
+    temperatures: list[float] | None = None
 
 
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported, layout: Layout) -> str:
@@ -126,7 +130,14 @@ def sglang(given: Exported) -> str:
         f"    {draft}",
     ]
     lines += [] if given.hot is None else [f"    --speculative-token-map {given.out / HOT_TOKENS}"]
+    confidence = given.out / CONFIDENCE_FILE
+    lines += [f"    --speculative-dspark-confidence-sts-path {confidence}"] if given.calibrated else []
     text = "## SGLang\n\n```sh\n" + " \\\n".join(lines) + "\n```"
     if given.hot is not None:
         text += f"\n\n`{HOT_TOKENS}` lists the {len(given.hot):,} tokens that it drafts with."
+    if given.calibrated:
+        text += (
+            f"\n\n`{CONFIDENCE_FILE}` has the calibrated temperatures of the confidence head. SGLang reads them where "
+            "it shortens drafts by confidence (`SGLANG_RAGGED_VERIFY_MODE=compact`)."
+        )
     return text

@@ -128,10 +128,15 @@ class DSparkOptions(BlockOptions):
 
 
 class MarkovSlots:
-    """Slots whose scores depend on the tokens before them.
+    """Slots whose scores depend on the tokens before them: DSpark's Markov head over a block of D slots.
+
+    Call ``logits(0)``, then for each further slot ``follow`` with chosen tokens of the latest ``logits`` and the next
+    ``logits``; ``certainty`` at the end, of a chain. W is the number of tokens that the drafter drafts with, n the
+    number of nodes that are extended: 1, the root, before the first ``follow``.
 
     Args:
-        logits: ``[B, D, W]`` of the backbone. states: ``[B, D, H]``. anchors: ``[B, 1]``.
+        logits: ``[B, D, W]`` of the backbone, before the correction. states: ``[B, D, H]`` of the slots.
+        anchors: ``[B, 1]``, the last committed tokens.
     """
 
     shared = False
@@ -144,7 +149,7 @@ class MarkovSlots:
         self._corrected: list[Tensor] = []
 
     def logits(self, depth: int) -> Tensor:
-        """``[B, n, W]``."""
+        """Scores ``[B, n, W]`` of the children of n nodes: of slot ``depth``, corrected by each node's token."""
         states = self._states[:, depth : depth + 1].expand(-1, self._tokens.shape[1], -1)
         with model_time():
             latent, self._memory = self._head.markov_head.step(self._tokens, states, self._memory)
@@ -154,13 +159,14 @@ class MarkovSlots:
         return corrected
 
     def follow(self, tokens: Tensor, parents: Tensor) -> None:
-        """Go on from chosen nodes."""
+        """Go on from chosen nodes: ``tokens [B, n]``, places among the W, whose parents are the rows ``parents``
+        (``[B, n]`` or ``[n]``) of the latest ``logits``; the nodes take over the parents' memory of the rnn."""
         self._tokens = self._drafter.lm_head.tokens(tokens)
         rows = parents.expand_as(tokens)[..., None]
         self._memory = self._memory.gather(1, rows.expand(-1, -1, self._memory.shape[-1]))
 
     def certainty(self) -> Tensor:
-        """``[B, D]``."""
+        """Estimated acceptance ``[B, D]`` of a chain's slots so far, as logits: of the confidence head, or of max q."""
         if self._head.confidence_head is None:
             return top_logit(torch.cat(self._corrected, dim=1))
         previous = torch.cat(self._previous, dim=1)

@@ -26,7 +26,7 @@ EXPLORE = 32  # with the online estimate, one step in this many verifies the who
 FADE = 0.98  # of the average tokens and time of a step, per step
 LEARNING_RATE = 0.01  # of the online estimate, per token
 SLOPE, BIAS = 0.5, -0.2  # where the online estimate begins; vLLM 0.32 begins there
-MOST = 8.0  # largest logit that the online estimate reads
+MOST = 8.0  # largest logit that the online estimate reads; the fit of its first temperatures bounds them, too
 
 
 class OnlineAcceptance:

@@ -64,11 +64,21 @@ class LMHeads:
         top_k = TopK(config.top_k, config.top_k_weight) if config.top_k_weight else None
         return self.divergence(pairs, config.classification_loss, top_k)
 
-    def divergence(
-        self, pairs: Pairs, name: str, term: TopK | TextTokens | None = None, overlap: Tensor | None = None
-    ) -> Tensor:
-        """The divergence ``name`` of train/core/losses.py and a term, summed over tokens: ``[S]``; ``overlap``: as for
-        ``divergence_sum``."""
+    def divergence(self, pairs: Pairs, name: str, term: TopK | TextTokens | None = None) -> Tensor:
+        """The divergence ``name`` of train/core/losses.py and a term, summed over tokens: ``[S]``."""
+        return self._divergence(pairs, name, term, None)
+
+    def divergence_and_overlap(
+        self, pairs: Pairs, name: str, term: TopK | TextTokens | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``divergence`` and, of the same logits, sum_x min(p, q): ``[S]`` and float32 ``[S, n]``, without a gradient.
+
+        With tokens as targets the latter is q(token).
+        """
+        overlap = torch.zeros(pairs.predictions.shape[:2], device=pairs.predictions.device)
+        return self._divergence(pairs, name, term, overlap), overlap
+
+    def _divergence(self, pairs: Pairs, name: str, term: TopK | TextTokens | None, overlap: Tensor | None) -> Tensor:
         function: Any = getattr(losses, name)
         if name == "lk_lambda":
             function = partial(function, eta=self.config.lk_eta)

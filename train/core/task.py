@@ -25,7 +25,7 @@ from train.core.config import TrainConfig
 from train.core.lm_heads import LMHeads
 from train.core.lora import with_lora
 from train.core.losses import Pairs
-from train.core.weights import exported, write_checkpoint
+from train.core.weights import exported, shape_of, write_checkpoint
 
 if TYPE_CHECKING:
     from train.core.engine import Engine
@@ -66,6 +66,7 @@ class Task(ABC):
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
         block_size, slots: of a block drafter, the rows of a block, and those that predict.
         base: with the config's ``lora``, the drafter that the adapter is for.
+        shape: of a method whose heads have this option, that of ``init_from`` (``shape_of``).
     """
 
     schema: ClassVar[type[TrainConfig]]
@@ -85,6 +86,7 @@ class Task(ABC):
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         self.config, self.ends, self.layers_config = config, ends, ends.config
         self.drafter: type[Any] = drafter_class(config.measured_by["drafter"])
+        self.shape = shape_of(config.init_from) if "shape" in self.drafter.options.model_fields else {}
         self.heads = LMHeads(config, ends.lm_head)
         self.earliest = self.ahead
         torch.manual_seed(config.seed)

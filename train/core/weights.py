@@ -13,6 +13,7 @@ from drafters.hub.checkpoint import (
     FORMAT_VERSION,
     BaseHead,
     TargetIdentity,
+    config_of,
     load_checkpoint,
     load_state,
     save_checkpoint,
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
 UNSEEN = {"inputs", "fc_bias", "layer", "taps", "norm_before_residual", "norm_output"}
 UNSEEN |= {"layout", "mask_token_id", "causal"}
 KEYS = {"taps": "tap_layers"}
+
+
+def shape_of(checkpoint: str | None) -> dict[str, Any]:
+    """``{"shape": ...}`` of the drafter ``checkpoint``, heads, MLP and RoPE that are not the target's; {} without any.
+
+    Raises:
+        ValueError: no drafter there.
+    """
+    if checkpoint is None:
+        return {}
+    try:
+        shape = config_of(checkpoint).drafter.get("shape")
+    except ValueError as error:
+        raise ValueError(f"init_from: {error}") from None
+    return {"shape": shape} if shape else {}
 
 
 def init_from(task: Task, checkpoint: str) -> None:

@@ -237,19 +237,25 @@ def read_dialogues(config: TrainConfig) -> OnlineFeatures:
     return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)
 
 
+def drafter_text(task: Task) -> str:
+    """The class of what is trained, and its parameters."""
+    whole, count = estimate.parameters(task.module), trained_parameters(task.module)
+    frozen = f", {count:,} of them trained" if count < whole else ""
+    return f"{type(task.module).__name__}, {whole:,} parameters{frozen}"
+
+
 def add_estimates(
     report: Report, config: TrainConfig, target: PretrainedConfig, store: FeatureStore | None,
     workload: Workload | None, given: Namespace,
 ) -> None:  # fmt: skip
     """Add memory, disk and time of the run."""
-    task = estimate.meta_task(config, target)
+    task = report.check("drafter", partial(estimate.meta_task, config, target), drafter_text)
+    if task is None:
+        return
+    report.short.append(f"drafter {estimate.parameters(task.module) / 1e6:,.0f}M parameters")
     longest = workload.longest if workload else given.max_length
     share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))  # tokens
     lengths = [longest] * -(-share // longest)  # of the largest micro-batch
-    whole, count = estimate.parameters(task.module), trained_parameters(task.module)
-    frozen = f", {count:,} of them trained" if count < whole else ""
-    short = f"drafter {whole / 1e6:,.0f}M parameters"
-    report.add("drafter", f"{type(task.module).__name__}, {whole:,} parameters{frozen}", short)
     if config.drafter in method_names():  # a draft model is served by any engine
         report.add("served by", served_text(config.drafter, task.drafter_config(), target))
     if (start := config.init_from) is not None:

@@ -28,14 +28,13 @@ from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
 from drafters.methods.dflash import DFlashDrafter
 from drafters.model.target import TargetModel
-from drafters.policy.truncation import Truncation
+from drafters.policy.truncation import MOST, Truncation
 from train.watch.tau import held_out_prompts
 
 BINS = 15  # of equal width, for the calibration error; as many as SGLang's tool has
 GRID = sorted((10 ** (k / 40) for k in range(-40, 41)), key=lambda one: abs(math.log(one)))  # on a tie, nearest to 1
 FEWEST = 100  # drafts that must reach a position for a temperature of its own
 BATCH = 8  # prompts decoded at once
-FIGURES = "confidence.json"
 
 
 @dataclass
@@ -105,8 +104,9 @@ def calibrate(options: argparse.Namespace) -> None:
             f"half of the {len(prompts)} prompts of {options.features / 'heldout'} gave {least} drafts of a whole "
             f"block, and a temperature needs {FEWEST}; raise --prompts or --new-tokens, or store more dialogues"
         )
-    temperatures = fit(fitted)
-    found = figures(judged, drafter.policy.trained, temperatures)
+    trained = drafter.policy.trained
+    temperatures = fit(fitted, trained)
+    found = figures(judged, trained, temperatures)
     print(table(found, fitted.reached))
     before, after = found["pooled"]["ece_before"], found["pooled"]["ece_after"]
     if after >= before:
@@ -114,7 +114,8 @@ def calibrate(options: argparse.Namespace) -> None:
         return
     found |= {"dataset": str(options.features / "heldout"), "num_samples": len(judged.accepted)}
     save(options, found)
-    print(f"{options.checkpoint}: config.json has these temperatures, {FIGURES} these figures in SGLang's format")
+    file = checkpoint.CONFIDENCE_FILE
+    print(f"{options.checkpoint}: config.json has these temperatures, {file} these figures in SGLang's format")
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -139,11 +140,15 @@ def decode(drafter: Any, prompts: list[list[int]], options: argparse.Namespace) 
     return Drafts(torch.tensor(policy.logits).view(len(policy.accepted), drafter.depth), torch.tensor(policy.accepted))
 
 
-def fit(drafts: Drafts) -> list[float]:
-    """A temperature for each position; one that less than ``FEWEST`` drafts reach has that of the position before."""
-    chances, survived, found = torch.ones(len(drafts.logits)), drafts.survived, list[float]()
+def fit(drafts: Drafts, trained: bool) -> list[float]:
+    """A temperature for each position; one that less than ``FEWEST`` drafts reach has that of the position before.
+
+    ``trained``: the logits are a confidence head's. Otherwise they are bounded, as the online estimate reads them.
+    """
+    bounded = drafts.logits if trained else drafts.logits.clamp(-MOST, MOST)
+    chances, survived, found = torch.ones(len(bounded)), drafts.survived, list[float]()
     for place, reached in enumerate(drafts.reached):
-        logits = drafts.logits[:, place]
+        logits = bounded[:, place]
         if reached >= FEWEST:
             errors = {one: calibration_error(chances * (logits / one).sigmoid(), survived[:, place]) for one in GRID}
             found.append(min(errors, key=errors.__getitem__))
@@ -204,5 +209,5 @@ def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Write the temperatures into config.json, and all figures beside it."""
     config = checkpoint.read_config(options.checkpoint)
     config.drafter["confidence_temperatures"] = found["temperatures"]
-    replace_json(options.checkpoint / FIGURES, found | {"temperature": options.temperature})
+    replace_json(options.checkpoint / checkpoint.CONFIDENCE_FILE, found | {"temperature": options.temperature})
     replace_json(options.checkpoint / checkpoint.CONFIG_FILE, config.model_dump())
