@@ -92,6 +92,7 @@ class Eagle3Task(Task):
         steps = enumerate(
             unrolled(module, self.ends.embed, batch, self.passes, features=self.fused(batch), detach=False)
         )
+        # [S, n, H]: step n begins n positions before the row of the token that all steps predict.
         predictions = torch.stack([head.scored(found.flatten(0, 1)[batch.rows - n]) for n, found in steps])
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
         return Pairs(predictions, targets, self.weights(targets))
