@@ -132,7 +132,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
             f"--resume: there is no run at {run} with a saved state; start without --resume, or {states.advice()}"
         )
     now = _by_key(config.model_dump(mode="json"))
-    free = FREE_ON_RESUME - {"draft_vocab"} if config.sizes_lm_head else FREE_ON_RESUME
+    free = FREE_ON_RESUME - ({"draft_vocab"} if config.sizes_lm_head else set())
     now = {key: value for key, value in now.items() if key not in free}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
     optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}

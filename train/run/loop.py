@@ -74,7 +74,8 @@ class TrainRun:
     def _first_weights(self, resumed: bool) -> None:
         """The weights of step 0, and the vocabularies of draft and loss.
 
-        A state holds neither these nor the base of a LoRA, nor which tokens the head's own LM head has.
+        A resumed run needs them, too: a state holds no vocabulary, no base of a LoRA, and not the numbers of the
+        tokens of a head's own LM head.
         """
         config, task, train = self.config, self.task, self.inputs.train
         task.load()
