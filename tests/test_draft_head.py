@@ -184,7 +184,13 @@ TOYS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", TOYS)
+# Two of them draw for 20 seconds, and have tests of their own rules.
+LONG = ("specinfer", "spectr")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in TOYS]
+)
 def test_output_is_distributed_as_the_targets(name: str) -> None:
     """Catches a q over the whole vocabulary where tokens were drawn from a part of it: residuals would be too small;
     and a q of tokens that are no longer, or not yet, those of the head's last row."""

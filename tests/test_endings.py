@@ -134,6 +134,7 @@ def test_what_is_kept(name: str, again: str, status: int, line: str) -> None:
     assert time.monotonic() - began < 40
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_under_deepspeed(tmp_path: Path) -> None:
     """Catches an interrupted run under the launcher that does not say what is saved, or says it on every rank."""

@@ -170,6 +170,7 @@ def test_the_probe_settles_an_ambiguous_folder(tmp_path: Path, capsys: pytest.Ca
     assert "the other layout: import it again with the other --layout" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.long
 def test_vllm_names_its_fault_of_several_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

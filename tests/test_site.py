@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Catches a broken link, a docstring that names a missing parameter, a module without a page, and a page that
     fetches something from the network."""

@@ -43,7 +43,7 @@ def sound(findings: list[Finding]) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", pytest.param("dflash", marks=pytest.mark.long), "dspark"])
 def test_a_sound_pipeline_passes(settings: dict[str, Any], kind: str) -> None:
     """A threshold that a right pipeline misses, as DSpark's with its total variation, or answers that are judged from
     anchors that no loss trains; files in the folder of the real run. Kangaroo's is that of ``test_the_command``."""
