@@ -90,7 +90,8 @@ def test_the_table_of_methods_is_complete_and_measured() -> None:
     assert f"{measured['environment']['prompt_set']['prompt_tokens']['mean']:.0f} tokens on average" in README
     rows = {row["drafter"]: row for row in measured["rows"] if row["temperature"] == 0}
     labels = {
-        "hybrid": "hybrid, auto", "eagle": "EAGLE, chain", "kangaroo": "Kangaroo", "suffix": "suffix decoding",
+        "hybrid": "hybrid, auto", "eagle": "EAGLE, chain", "eagle3": "EAGLE-3.1, chain", "dflash": "DFlash, chain",
+        "dspark": "DSpark, chain", "kangaroo": "Kangaroo", "suffix": "suffix decoding",
         "prompt_lookup": "prompt lookup", "cascade": "cascade 0.9M -> 2M -> 7.8M", "ouroboros": "Ouroboros",
         "llmcad": "LLMCad", "specinfer": "SpecInfer", "bild": "BiLD", "mjsd": "MJSD",
     }  # fmt: skip
