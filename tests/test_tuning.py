@@ -41,7 +41,10 @@ def test_every_row_of_the_table_is_tuned() -> None:
     assert len(tuned) >= 27
     as_published = {key for key in shown if "paper" in key[0] or "released" in key[0]}
     set_themselves = {key for key, entry in shown.items() if key[0].endswith(", auto") and "auto" in str(entry.options)}
-    untuned = as_published | set_themselves | {("autoregressive", 0.0), ("autoregressive", 1.0)}
+    as_trained = {
+        key for key, entry in shown.items() if entry.drafter in ("eagle3", "dflash", "dspark")
+    }  # the page says so
+    untuned = as_published | as_trained | set_themselves | {("autoregressive", 0.0), ("autoregressive", 1.0)}
     assert set(shown) - untuned == set(tuned)
     for key, search in tuned.items():
         entry = shown[key]
