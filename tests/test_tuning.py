@@ -12,6 +12,7 @@ from eval.tune import load_searches
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
+HEADS = ("eagle3", "dflash", "dspark")  # drafted as trained, which the page says
 TABLE = CONFIGS / "speed" / "stdlib.yaml"
 FOUND = ROOT / "docs" / "results" / "2-core-cpu" / "tune" / "tuned.yaml"
 Key = tuple[str, float]  # label and temperature
