@@ -141,3 +141,10 @@ def test_the_keys_that_add_states() -> None:
     assert asked("kangaroo", (2,)) == "'exit_layers=[2, 3]'"
     assert asked("dflash", (1, 2), layers=4) == "'exit_layers=[1, 2, 3]'"  # too shallow for the default
     assert asked("a_method_of_mine", (5,)) == "'exit_layers=[3, 5]'"
+
+
+def test_the_order_of_states() -> None:
+    """Catches a state that is read twice, beside another one too, and an order that no engine hands over."""
+    assert states.disorder([0]) is states.disorder([2, 5, 9]) is None
+    assert states.disorder([2, 5, 2]) == "tap 2 is named 2 times; name each state once"
+    assert states.disorder([5, 2]) == "taps are not in ascending order; give [2, 5]"

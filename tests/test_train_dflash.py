@@ -349,6 +349,8 @@ def test_a_dry_run(settings: dict[str, Any]) -> None:
         ({"top_k_weight": 1.0}, "block drafters do not use"),
         ({"draft_vocab": 9, "loss_vocab": 9}, "over draft_vocab"),
         ({"draft_vocab": 9, "zero_stage": 3}, "zero_stage is 3"),
+        ({"tap_layers": [2, 2]}, "tap 2 is named 2 times"),
+        ({"tap_layers": [3, 1, 2]}, r"not in ascending order; give \[1, 2, 3\]"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], change: dict[str, Any], told: str) -> None:

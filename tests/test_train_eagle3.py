@@ -182,11 +182,14 @@ def test_an_imported_head_to_begin_with(settings: dict[str, Any], target: Target
         ({"own_lm_head": False, "draft_vocab": 9}, "own_lm_head is false"),
         ({"loss_vocab": 9}, "set that instead"),
         ({"zero_stage": 3}, "zero_stage is 3"),
+        ({"tap_layers": [2, 3, 2]}, r"tap_layers: tap 2 is named 2 times; name each state once \(found \[2, 3, 2\]\)"),
+        ({"tap_layers": [3, 2]}, r"taps are not in ascending order; give \[2, 3\]"),
         ({"sliding_window": 3}, r"sliding_window is 3, and a chain of ttt_steps=3 .* set sliding_window=4"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], change: dict[str, Any], told: str) -> None:
-    """Catches options that would be ignored for hours."""
+    """Catches options that would be ignored for hours, a state that is read twice, and states in an order in which no
+    engine hands them over."""
     with pytest.raises(ValueError, match=told):
         tiny_run.read("eagle3", settings | change)
 

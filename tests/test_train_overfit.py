@@ -112,6 +112,13 @@ def test_the_command(
         clear(out)
 
 
+def test_more_dialogues_than_there_are(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a mistyped number that trains on all dialogues without a word."""
+    line = tiny_run.command("kangaroo", tmp_path, settings, "--overfit", "1000000000")
+    with pytest.raises(ValueError, match=r"--overfit 1,000,000,000: .*features has 14 dialogues; give .* --overfit 8"):
+        tiny_run.main("kangaroo", line[2:])
+
+
 def test_what_an_overfit_run_changes(settings: dict[str, Any]) -> None:
     """Noise, a decaying rate or a warm-up longer than the run, which all keep a right pipeline from passing."""
     values = {key: value for key, value in settings.items() if key != "exit_layer"}

@@ -31,7 +31,7 @@ from drafters.config import (
 )
 from drafters.methods import method_names
 from train.core.block_config import DFlashConfig
-from train.core.config import Lora, TrainConfig
+from train.core.config import Lora, Taps, TrainConfig
 
 
 def trained_methods() -> list[str]:
@@ -103,8 +103,8 @@ class Eagle3Config(TrainConfig):
     has_recipe: ClassVar[bool] = True
     sizes_lm_head: ClassVar[bool] = True
 
-    tap_layers: list[Layers] | None = Field(
-        None, min_length=1, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
+    tap_layers: Taps | None = Field(
+        None, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
     )
     layer: DraftLayer = Field("llama", description="the kind of its decoder layers")
     layers: Layers = Field(1, ge=1, description="number of its decoder layers")

@@ -46,6 +46,19 @@ def to_outputs(taps: Sequence[int]) -> list[int]:
     return [tap - 1 for tap in _check(taps, 0, "tap")]
 
 
+def disorder(taps: Sequence[int]) -> str | None:
+    """Say what is wrong with the order of ``taps``; None if each is deeper in the target than the one before it.
+
+    A state that is read twice adds weights and no information. Engines hand the states over by depth, whatever the
+    order in a config, so a head that was trained on another order reads the wrong states there.
+    """
+    if repeated := sorted({tap for tap in taps if taps.count(tap) > 1}):
+        return f"tap {repeated[0]} is named {taps.count(repeated[0])} times; name each state once"
+    if list(taps) != sorted(taps):
+        return f"taps are not in ascending order; give {sorted(taps)}"
+    return None
+
+
 def eagle3_taps(layers: int) -> list[int]:
     """Return EAGLE-3's default taps ``[2, n // 2, n - 3]`` for a target of n ``layers``: a low, a middle, a high one.
 

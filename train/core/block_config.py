@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from drafters.common.states import dflash_taps
 from drafters.config import Amount, DraftLayer, DraftSize, Layers, Vocabulary, Width
-from train.core.config import TrainConfig
+from train.core.config import Taps, TrainConfig
 
 
 class DFlashConfig(TrainConfig):
@@ -33,8 +33,8 @@ class DFlashConfig(TrainConfig):
     )
     block_size: DraftSize = Field(16, ge=2, description="rows of a block, the anchor's included")
     mask_token_id: Vocabulary = Field(ge=0, description="the token at a block's other rows; one that texts lack")
-    tap_layers: list[Layers] | None = Field(
-        None, min_length=1, description="the target's states that it reads: 2 is after two layers; null: five of them"
+    tap_layers: Taps | None = Field(
+        None, description="the target's states that it reads: 2 is after two layers; null: five of them"
     )
     layer: DraftLayer = Field("qwen3", description="the kind of its decoder layers")
     layers: Layers = Field(5, ge=1, description="number of its decoder layers")

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from drafters.config import Amount, Config, Dtype, Length, Seed, Size, Vocabulary, Width
+from drafters.common.states import disorder
+from drafters.config import Amount, Config, Dtype, Layers, Length, Seed, Size, Vocabulary, Width
 
 
 class OnlineData(Config):
@@ -35,6 +36,15 @@ class Lora(Config):
 
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _ascending(taps: list[int]) -> list[int]:
+    if wrong := disorder(taps):
+        raise ValueError(wrong)
+    return taps
+
+
+Taps = Annotated[list[Layers], Field(min_length=1), AfterValidator(_ascending)]
 
 
 class TrainConfig(Config):

@@ -26,7 +26,7 @@ from train.core import engine, runtime
 from train.core.config import TrainConfig
 from train.core.lm_heads import LMHeads
 from train.core.task import make_task
-from train.data.packing import Batch, collate, complete
+from train.data.packing import Batch, Source, collate, complete
 from train.run.inputs import Inputs, open_inputs
 from train.run.loop import TrainingDiverged, TrainRun
 from train.watch.heldout import answer_positions
@@ -78,6 +78,7 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
     if config.data is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"limit": arguments.overfit})})
     inputs = open_inputs(config)
+    check_count(config, inputs.train, arguments.overfit)
     ranks = engine.start(config)
     if ranks.is_first:
         clear(config.out)
@@ -89,6 +90,16 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
         replace_json(config.out / RESULT, [vars(finding) for finding in findings], allow_nan=True)
     engine.stop()
     return 0 if sound else 1
+
+
+def check_count(config: TrainConfig, train: Source, count: int) -> None:
+    """Raise ValueError if the training data has fewer than ``count`` dialogues."""
+    if count > len(train):
+        there = config.features if config.data is None else config.data.train
+        raise ValueError(
+            f"--overfit {count:,}: the training data in {there} has {len(train):,} dialogues; give at most that, and "
+            f"few, because the drafter must learn them by heart: --overfit {min(8, len(train))}"
+        )
 
 
 def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
