@@ -102,7 +102,6 @@ ROOMS = ("drafters", "data_prep", "train", "eval")
 # Whole numbers that may be 1e9, for no list, tensor or loop is sized by them.
 MAY_BE_LARGE = {
     "seed": "of a random number generator, which takes it",
-    "TargetConfig.max_bytes": "a limit that the size of the model is compared with",
     "Suite.ids": "records' ids, which are compared",
     "device_map": "a device's number, which is looked up among those of the machine",
     "format_version": "compared with the one that is read",

@@ -93,9 +93,7 @@ def test_the_command_is_understood(page: str, line: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(CommandLine, "parse", parsed)
     monkeypatch.setattr(configs, "validate", validated)
     with pytest.raises(Taken):
-        program = importlib.import_module(
-            f"{module}.__main__" if module in ("drafters.hub", "train.target") else module
-        )
+        program = importlib.import_module(f"{module}.__main__" if module == "drafters.hub" else module)
         if hasattr(program, "main"):
             program.main(arguments)
         else:  # train/<method>.py: all share one command line

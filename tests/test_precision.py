@@ -14,7 +14,7 @@ from drafters import TargetModel
 from drafters.common import precision
 from drafters.model.files import resolve_dtype
 from eval.configs import RooflineConfig, TargetEntry
-from train.configs import EagleConfig, TargetConfig
+from train.configs import EagleConfig
 from train.core.config import OnlineData
 from train.core.runtime import dtype_of
 from train.run.training import settle
@@ -88,7 +88,7 @@ def test_auto_is_every_default() -> None:
     """Catches a program, or a config that ships, that asks for bf16 on every machine."""
     fields = [(schema, "dtype") for schema in (FeaturesConfig, RegenerateConfig, MagpieConfig, TargetEntry)]
     fields += [(RooflineConfig, "dtype"), (OnlineData, "target_dtype"), (EagleConfig, "precision")]
-    for schema, key in [*fields, (TargetConfig, "precision")]:
+    for schema, key in fields:
         assert schema.model_fields[key].default == "auto", f"{schema.__name__}.{key}"
 
     def chosen(value: Any) -> list[Any]:

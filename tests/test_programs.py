@@ -25,7 +25,6 @@ SPEED: dict[str, Any] = {
 }
 FEATURES = {"target": TARGET, "splits": {"train": "prompts.jsonl"}, "out": "out"}
 TRAIN = {"target": TARGET, "features": "features", "out": "out", "steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}
-TARGET_RUN = {"name": "x", "run_dir": "run", "final_dir": "final", "steps": 2, "corpus": "."}
 CONFIGS: dict[str, dict[str, Any]] = {
     "eval.speed": SPEED,
     "eval.sweep": SPEED | {"vary": {"max_new_tokens": [4, 8]}},
@@ -39,7 +38,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "train.throughput": TRAIN,
     "train.boost": {"run": str(ROOT / "configs/draft_model/stdlib.yaml"), "draft_models": ["a", "b"], "out": "out"},
     "train/draft_model.py": TRAIN | {"draft_model": "checkpoints/stdlib-draft"},
-    "train.target": TARGET_RUN,
 }
 NO_FOLDER = "there is no folder|folders do not exist"
 # A program's arguments, besides those that all configs share, and what the last line says.
@@ -173,7 +171,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["features=./none"], "none"),
         (["--rounds", "none"], "--rounds: must be a whole number of at least 1, found .none."),
     ],
-    "train.target": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
     "train.start": [
         (["--target", "./none", "--data", "prompts.jsonl", "--out", "x"], NO_FOLDER),
         (["--target", TARGET, "--data", "none.jsonl", "--out", "x"], "no data file at none.jsonl"),
@@ -215,7 +212,6 @@ FOLDERS_WRITTEN = {
     "train.boost": ["out={}"],
     "train.shallow": [TARGET, "--layers", "0", "--out", "{}"],
     "train.start": ["--target", TARGET, "--data", "prompts.jsonl", "--out", "{}"],
-    "train.target": ["final_dir={}"],
     **{f"train/{method}.py": ["out={}"] for method in trained_methods()},
 }
 for method in trained_methods():

@@ -1,1 +1,0 @@
-"""The trainer of the shipped models: python -m train.target."""
