@@ -13,7 +13,6 @@ PAGES = {
     "README.md": "index.md",
     "docs/README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
-    "docs/leaderboard.html": "sortable-leaderboard.html",  # leaderboard.md becomes leaderboard.html
 }
 SECTION = re.compile(r"^## (.*)\n((?:\|.*\n)+)", re.M)  # of docs/README.md: heading and table
 ROW = re.compile(r"^\| \[[^]]*\]\(([\w-]+\.md)\)", re.M)
@@ -37,8 +36,6 @@ def on_files(files: Files, config: Any) -> Files:
     """Add files from outside of docs/: the front page, the reference's pages, and all that pages link to."""
     for source, page in (("README.md", "index.md"), ("CONTRIBUTING.md", "contributing.md")):
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    sortable = "docs/leaderboard.html"
-    files.append(File.generated(config, PAGES[sortable], abs_src_path=str(ROOT / sortable)))
     for package in PACKAGES:
         for name in modules(package):
             files.append(File.generated(config, f"api/{name}.md", content=f"# {name}\n\n::: {name}\n"))

@@ -377,20 +377,6 @@ class ParityConfig(Config):
         return self
 
 
-class BatchCostConfig(Config):
-    """eval.batch_cost: time and energy of a forward by batch size."""
-
-    target: TargetEntry
-    out: Path
-    batches: Annotated[list[BatchSize], DISTINCT] = Field([1, 2, 4, 8, 16], min_length=1, description="inputs")
-    context: Length = Field(256, ge=1, description="tokens of every input before the new one")
-    runs: Size = Field(100, ge=1, description="forwards per block; a block is timed as a whole")
-    blocks: Odd = Field(5, description="odd; blocks of every batch size; the median counts")
-    warmup: Size = Field(5, ge=0, description="unmeasured forwards of every batch size at the start")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
-    seed: Seed = Field(0, description="of the tokens and of the order of batch sizes")
-
-
 class RooflineConfig(Config):
     """eval.roofline: settings given as ``key=value``."""
 

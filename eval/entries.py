@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,8 +15,7 @@ from drafters.methods import check_method
 
 # Options that name a model or a file, at any depth of an entry (the drafter inside a cascade has options of its own).
 DRAFT_MODELS = ("draft_model", "draft_models")
-CHECKPOINTS = ("checkpoint", "adapter")
-FOLDERS = (*CHECKPOINTS, *DRAFT_MODELS)
+FOLDERS = ("checkpoint", "adapter", *DRAFT_MODELS)
 FILES = ("pool", "datastore")
 STOCK = "stock generate"  # label of transformers' own generation
 PYTHONS = {
@@ -230,12 +229,8 @@ def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
 
 def paths_of(entries: list[DrafterEntry]) -> list[str]:
     """Return the models, checkpoints and files that the entries name."""
-    return [text for entry in entries for text in named_in(entry.options, (*FOLDERS, *FILES))]
-
-
-def named_in(options: dict[str, Any], keys: Collection[str]) -> list[str]:
-    """Return the strings under ``keys`` in an entry's options, at any depth."""
-    return [text for _, key, text in _texts(options, "", "") if key in keys]
+    keys = (*FOLDERS, *FILES)
+    return [text for entry in entries for _, key, text in _texts(entry.options, "", "") if key in keys]
 
 
 def _texts(value: Any, key: str, place: str) -> Iterator[tuple[str, str, str]]:

@@ -160,7 +160,7 @@ def test_links_and_configs_of_a_page_exist(page: Path) -> None:
         assert not [name for name in re.findall(r"configs/[\w./-]+\.\w+", text) if not (ROOT / name).is_file()]
     if page.parent.name == "docs" and page.name != "README.md":
         assert f"]({page.name})" in (ROOT / "docs" / "README.md").read_text()
-        assert len(text.splitlines()) <= 150 or page.name == "leaderboard.md"
+        assert len(text.splitlines()) <= 150
 
 
 def test_results_are_what_pages_quote() -> None:

@@ -26,7 +26,6 @@ import data_prep.throughput
 import drafters.chat
 import drafters.convert
 import drafters.export
-import eval.batch_cost
 import eval.engines
 import eval.lossless
 import eval.speed

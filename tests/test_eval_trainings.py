@@ -1,0 +1,133 @@
+"""`python -m eval.compare REPORT`: the trainings of one report, with intervals over their seeds."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import status
+
+from drafters.config import load_config
+from eval import compare
+from eval.configs import SpeedConfig
+
+LEARNED = Path("configs/learned")
+FACTS = {
+    "target": {"name": "t", "fingerprint": "f", "parameters": 1}, "dtype": "float32", "date": "2026-02-01",
+    "commit": "abc", "argv": [], "prompt_set": {"file": "q.jsonl", "sha256": "p", "prompts": 4},
+}  # fmt: skip
+TRAINED = {"tokens": 2_500_000, "minutes": 30.0}
+
+
+def report(taus: dict[str, list[float]], **grid: Any) -> dict[str, Any]:
+    """As eval.speed writes it, with a grid over checkpoints, after plain decoding."""
+    plain = {"drafter": "plain", "entry": "plain", "grid": None, "temperature": 0.0, "batch": 1, "tau": 1.0}
+    rows: list[dict[str, Any]] = [plain]
+    for entry, values in taus.items():
+        for seed, tau in enumerate(values):
+            more = {"entry": entry, "grid": {"checkpoint": f"{entry}-{seed}", **grid}, "tau": tau}
+            rows.append(plain | more | {"trained": [TRAINED | {"minutes": 30.0 + seed}], "n_alpha": [0.5 + seed / 4]})
+    return {"environment": FACTS, "baseline": {}, "rows": rows}
+
+
+def rows_of(folder: Path, content: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
+    """The rows of trainings.json."""
+    (folder / "report.json").write_text(json.dumps(content))
+    compare.main([str(folder), *arguments])
+    return list(json.loads((folder / "trainings.json").read_text())["rows"])
+
+
+def test_intervals_worked_by_hand(tmp_path: Path) -> None:
+    """Catches the normal's quantile in place of Student's, a deviation that is not divided by the seeds, differences
+    that are not taken seed by seed, and means of one seed only."""
+    paper, ours = rows_of(tmp_path, report({"paper": [2.0, 3.0, 4.0], "ours": [2.2, 3.3, 4.4]}))
+    assert paper["tau"] == 3.0 and paper["over"] == {}
+    assert paper["tau_ci"] == pytest.approx([3 - 4.303 / 3**0.5, 3 + 4.303 / 3**0.5])
+    assert ours["over"]["paper"]["percent"] == pytest.approx(10)
+    assert ours["over"]["paper"]["percent_ci"] == pytest.approx([10, 10])
+    line = "| ours | T = 0 | 31.0 | 2.50M | 0.75 | 2.20 | 3.30 | 4.40 | 3.30 [0.57, 6.03] | +10.0% [+10.0, +10.0] |"
+    assert line in (tmp_path / "trainings.md").read_text()
+
+
+def test_over_what_has_no_seeds(tmp_path: Path) -> None:
+    """Catches an untrained model that is compared with the first seed only, seeds paired with none, and a name that no
+    row has."""
+    (row,) = rows_of(tmp_path, report({"ours": [2.0, 3.0]}), "--over", "plain")
+    assert row["over"]["plain"]["percent"] == pytest.approx(150)
+    rows = rows_of(tmp_path, report({"three": [1.0, 2.0, 3.0], "two": [1.0, 2.0]}))
+    assert rows[1]["over"] == {"three": None}
+    with pytest.raises(ValueError, match="--over .'plane'. is no entry"):
+        rows_of(tmp_path, report({"ours": [2.0, 3.0]}), "--over", "plane")
+    with pytest.raises(ValueError, match="found 11 seeds of one training; give at most 10"):
+        rows_of(tmp_path, report({"many": [2.0] * 11}))
+
+
+def test_settings_are_not_seeds(tmp_path: Path) -> None:
+    """Catches an interval over batch sizes, temperatures or another option of the grid."""
+    content = report({"ours": [2.0]}, gamma=3)
+    other = report({"ours": [3.0]}, gamma=4)["rows"][1]
+    content["rows"] += [other, other | {"batch": 2, "tau": 4.0}, other | {"temperature": 1.0, "tau": 5.0}]
+    rows = rows_of(tmp_path, content)
+    assert [row["training"] for row in rows] == ["ours, gamma=3", *["ours, gamma=4"] * 3]
+    assert [row["tau_by_seed"] for row in rows] == [[2.0], [3.0], [4.0], [5.0]]
+    assert all(row["tau_ci"] is None for row in rows)
+
+
+def test_a_report_without_trainings_is_refused(tmp_path: Path) -> None:
+    """Catches an empty table."""
+    with pytest.raises(ValueError, match="no row of the report names a training"):
+        rows_of(tmp_path, report({}))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values within a report."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+def test_a_broken_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stack trace, or a message without file and key, for a part that is missing or of another kind."""
+    whole = report({"paper": [2.0], "ours": [2.2]})
+    refused: set[Any] = set()
+    monkeypatch.setattr("eval.report.trainings.write_page", lambda *_: None)
+    for path in places(whole):
+        for value in ("gone", None, "text", ["x"], {"x": 1}, -1, 10**400):
+            content = copy.deepcopy(whole)
+            part: Any = content
+            for key in path[:-1]:
+                part = part[key]
+            part[path[-1]] = value
+            if value == "gone":
+                del part[path[-1]]
+            (tmp_path / "report.json").write_text(json.dumps(content))
+            try:
+                compare.main([str(tmp_path)])
+            except ValueError as error:
+                keys = [str(key) for key in path if isinstance(key, str)]
+                assert str(tmp_path) in str(error) and any(key in str(error) for key in keys), (path, value, error)
+                refused.add(path[-1])
+    assert refused >= {"rows", "tau", "temperature", "batch", "drafter", "n_alpha", "minutes", "grid", "prompts"}
+
+
+def test_the_makefile_trains_what_is_measured() -> None:
+    """Catches a row whose checkpoint no training of the Makefile writes, and a table that no command makes."""
+    text = (LEARNED / "Makefile").read_text()
+    for file in ("speed.yaml", "seeds.yaml"):
+        for entry in load_config(SpeedConfig, LEARNED / file).drafters:
+            options = entry.model_extra or {}
+            folders = (entry.grid or {}).get("checkpoint", [options.get("checkpoint", options.get("draft_model"))])
+            for name in [Path(folder).name for folder in folders if folder]:
+                name = name.rsplit("-", 1)[0] if file == "seeds.yaml" else name
+                assert f"\nTRAIN_{name} := " in text, f"{file} measures {name}"
+    assert text.count("python -m eval.compare $(L)/") == 2
+
+
+def test_the_program_ends_well(tmp_path: Path) -> None:
+    """Catches a page in the wrong folder."""
+    (tmp_path / "report.json").write_text(json.dumps(report({"ours": [2.0, 3.0]})))
+    assert status(compare.main, tmp_path / "report.json", "--out", tmp_path / "pages") == 0
+    assert "python -m eval.compare" in (tmp_path / "pages" / "trainings.md").read_text()
