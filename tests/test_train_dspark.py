@@ -45,7 +45,7 @@ def test_corrected_logits_equal_autograd(tokens_only: bool, weighted: bool, chun
     overlap = torch.empty(1, rows)
     pairs = Pairs(states, tokens if tokens_only else features, weights, tokens, latents)
     divergence = losses.cross_entropy if tokens_only else losses.total_variation
-    term = None if tokens_only else TextTokens(tokens, 0.3)
+    term = None if tokens_only else TextTokens(0.3)
     found = divergence_sum(pairs, head, divergence, term, chunk, (), correction, overlap)
     given = states, latents, correction
     gradients = torch.autograd.grad(2.5 * found.sum(), given)

@@ -221,8 +221,7 @@ class DFlashTask(Task):
         config = self.config
         if not config.token_weight:
             return None
-        assert pairs.tokens is not None
-        return TextTokens(pairs.tokens, config.token_weight / config.target_weight)
+        return TextTokens(config.token_weight / config.target_weight)
 
     def answers(self, module: Any, batch: Batch, tokens: Tensor) -> Pairs:
         """Neighbouring ``tokens`` are drafted from neighbouring slots, so that all slots draft some. An anchor is at

@@ -233,10 +233,6 @@ class LogitChange(NamedTuple):
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-    def slope(self, changed: Tensor) -> Tensor | float:
-        """Return the derivative where the output is ``changed``."""
-        return self.scale if self.cap is None else (1 - (changed / self.cap).square()) * self.scale
-
 
 @torch.no_grad()
 def logit_change(model: PreTrainedModel) -> LogitChange | None:

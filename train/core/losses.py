@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.model.stock import LogitChange
-
 
 @dataclass(frozen=True)
 class Pairs:
@@ -38,8 +36,8 @@ class Pairs:
     latents: Tensor | None = None
     confidence: Tensor | None = None
 
-    def at(self, rows: Tensor) -> "Pairs":
-        """The pairs of some tokens; ``rows`` is an index or a mask over n."""
+    def at(self, rows: Tensor | slice) -> "Pairs":
+        """The pairs of some tokens; ``rows`` is an index, a mask or a slice over n."""
         weights = None if self.weights is None else self.weights[:, rows]
         tokens = None if self.tokens is None else self.tokens[rows]
         latents = None if self.latents is None else self.latents[:, rows]
@@ -59,88 +57,59 @@ def regression_sum(pairs: Pairs) -> Tensor:
     return (each if pairs.weights is None else each * pairs.weights).sum(-1)
 
 
-# p and log q of some rows [rows, V], the dtype of the gradient, and weights [rows] of the rows (None: 1) -> the rows'
-# weighted sum, and the gradient of each row's own term by q's logits [rows, V]. Overwrites ``log_q`` with q.
-Divergence = Callable[[Tensor, Tensor, torch.dtype, Tensor | None], tuple[Tensor, Tensor]]
+# p and log q of some tokens [n, V] -> each token's term [n]. Autograd differentiates it by log q.
+Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
-def cross_entropy(p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``- sum_x p(x) log q(x)``, whose gradient is q - p."""
-    # One dot product needs no third [rows, V] tensor.
-    total = torch.dot(p.flatten(), log_q.flatten()) if weights is None else _sum(p * log_q, weights)
-    return -total, torch.sub(log_q.exp_(), p, out=torch.empty_like(p, dtype=dtype))
+def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
+    """``- sum_x p(x) log q(x)``."""
+    return -torch.linalg.vecdot(p, log_q)
 
 
-def forward_kl(p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward_kl(p: Tensor, log_q: Tensor) -> Tensor:
     """``D_KL(p || q)``: the cross-entropy without the target's entropy."""
-    entropy = -_sum(torch.xlogy(p, p), weights)
-    total, gradient = cross_entropy(p, log_q, dtype, weights)
-    return total - entropy, gradient
+    return torch.xlogy(p, p).sum(-1) + cross_entropy(p, log_q)
 
 
-def reverse_kl(p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def reverse_kl(p: Tensor, log_q: Tensor) -> Tensor:
     """``D_KL(q || p)``."""
-    ratio = log_q - _log(p)
-    q = log_q.exp_()
-    return _sum(q * ratio, weights), _by_logits(q, ratio).to(dtype)
+    return (log_q.exp() * (log_q - _log(p))).sum(-1)
 
 
-def jsd(p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None, beta: float) -> tuple[Tensor, Tensor]:
+def jsd(p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """``beta D_KL(p || m) + (1 - beta) D_KL(q || m)``, m = beta p + (1 - beta) q: the generalised Jensen-Shannon
     divergence of DistillSpec (Zhou et al. 2023, arXiv:2310.08461), as are both KLs above and the total variation."""
-    log_m = _log(torch.lerp(log_q.exp(), p, beta))
-    ratio = log_q - log_m
-    q = log_q.exp_()
-    value = beta * (torch.xlogy(p, p) - p * log_m) + (1 - beta) * q * ratio
-    return _sum(value, weights), _by_logits(q, (1 - beta) * ratio).to(dtype)
+    q = log_q.exp()
+    log_m = _log(torch.lerp(q, p, beta))
+    return (beta * (torch.xlogy(p, p) - p * log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
 
 
-def total_variation(p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
     """``1 - alpha``, alpha = sum_x min(p(x), q(x)): the probability that sampled drafting rejects the token."""
-    alpha, gradient = _acceptance(p, log_q.exp_())
-    return _sum(1 - alpha, weights), gradient.to(dtype)
+    return 1 - _acceptance(p, log_q)
 
 
-def lk_alpha(p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def lk_alpha(p: Tensor, log_q: Tensor) -> Tensor:
     """``- log alpha``, the LK loss without a parameter (Samarin et al. 2026, arXiv:2602.23881): the total variation's
     gradient divided by alpha, so it stays large where hardly anything is accepted."""
-    alpha, gradient = _acceptance(p, log_q.exp_())
-    alpha = alpha.clamp_min(torch.finfo(alpha.dtype).tiny)  # without any overlap: large, but not infinite
-    return -_sum(alpha.log(), weights), gradient.div_(alpha[:, None]).to(dtype)
+    return -_log(_acceptance(p, log_q))
 
 
-def lk_lambda(
-    p: Tensor, log_q: Tensor, dtype: torch.dtype, weights: Tensor | None, eta: float
-) -> tuple[Tensor, Tensor]:
+def lk_lambda(p: Tensor, log_q: Tensor, eta: float) -> Tensor:
     """``lambda KL(p, q) + (1 - lambda) (1 - alpha)``, lambda = exp(-eta alpha) taken as a constant: the LK loss that
     moves from KL to the total variation as alpha grows (the same paper).
 
-    Each row has its own lambda, as in vLLM's speculators, so that it depends on neither packing nor ranks; SpecForge
+    Each token has its own lambda, as in vLLM's speculators, so that it depends on neither packing nor ranks; SpecForge
     computes it from a batch's mean alpha.
     """
-    kl = (torch.xlogy(p, p) - p * log_q).sum(-1)
-    q = log_q.exp_()
-    alpha, gradient = _acceptance(p, q)
-    share = torch.exp(-eta * alpha)
-    return _sum(torch.lerp(1 - alpha, kl, share), weights), gradient.lerp_(q - p, share[:, None]).to(dtype)
+    alpha = _acceptance(p, log_q)
+    return torch.lerp(1 - alpha, forward_kl(p, log_q), torch.exp(-eta * alpha.detach()))
 
 
-def _sum(values: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum of ``values``, ``[rows]`` or ``[rows, V]``, each row times its weight."""
-    if weights is None:
-        return values.sum()
-    return torch.dot(values if values.dim() == 1 else values.sum(-1), weights)
-
-
-def _acceptance(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha ``[rows]``, and the gradient of 1 - alpha by q's logits: q sum_x [q < p] q - [q < p] q."""
-    below = torch.where(q < p, q, 0)
-    return torch.minimum(p, q).sum(-1), (q * below.sum(-1, keepdim=True)).sub_(below)
-
-
-def _by_logits(q: Tensor, slope: Tensor) -> Tensor:
-    """The gradient by q's logits of a function whose gradient by q is ``slope``, up to a constant along x."""
-    return q * (slope - (q * slope).sum(-1, keepdim=True))
+def _acceptance(p: Tensor, log_q: Tensor) -> Tensor:
+    """alpha ``[n]``; no gradient where q = p, so that a perfect drafter is not moved."""
+    q = log_q.exp()
+    return torch.where(q < p, q, p).sum(-1)
 
 
 def _log(p: Tensor) -> Tensor:
@@ -156,23 +125,22 @@ class TopK:
     count: int
     weight: float
 
-    def choose(self, p: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The weighted p(x) and the ids of the tokens in K; ``[rows, count]`` each."""
-        chosen = p.topk(min(self.count, p.shape[-1]), sorted=False)
-        return self.weight * chosen.values, chosen.indices
+    def __call__(self, p: Tensor, log_q: Tensor, tokens: Tensor | None) -> Tensor:
+        """The term of each token ``[n]``."""
+        among = p.topk(min(self.count, p.shape[-1]), sorted=False)
+        return -self.weight * (among.values * log_q.gather(-1, among.indices)).sum(-1)
 
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Adds ``- weight log q(t)``, t the text's tokens int64 ``[n]``, -1 for one without this term (DSpark)."""
+    """Adds ``- weight log q(t)``, t the text's tokens, -1 for one without this term (DSpark)."""
 
-    tokens: Tensor
     weight: float
 
-    def choose(self, p: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The weight, or 0, and the token; ``[rows, 1]`` each."""
-        tokens = self.tokens[rows, None]
-        return self.weight * (tokens >= 0).to(p.dtype), tokens.clamp_min(0)
+    def __call__(self, p: Tensor, log_q: Tensor, tokens: Tensor | None) -> Tensor:
+        """The term of each token ``[n]``; ``tokens``: int64 ``[n]``."""
+        assert tokens is not None
+        return -self.weight * (tokens >= 0) * log_q.gather(-1, tokens.clamp_min(0)[:, None])[:, 0]
 
 
 def divergence_sum(
@@ -188,16 +156,15 @@ def divergence_sum(
     """The drafter's divergence from the target over the vocabulary at temperature 1, summed over tokens:
     p = softmax(lm_head(targets)), q = softmax(lm_head(predictions)). S predictions share the target's logits.
 
-    The target's LM head is frozen, so the backward pass needs only the gradient by ``predictions``: the gradient by the
-    logits times W, known as soon as the logits are. The forward pass computes it at once, so that only ``chunk_rows``
-    rows of logits exist at a time.
+    Only ``chunk_rows`` tokens have logits in memory at a time: each chunk is differentiated in the forward pass, and
+    the backward pass multiplies its gradients with those of the sums.
 
     Args:
         pairs: of n tokens.
         lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``own``.
         divergence: one of those above.
-        term: a term to add.
-        chunk_rows: rows of logits in memory at a time.
+        term: a term to add; it reads ``pairs.tokens``.
+        chunk_rows: tokens whose logits are in memory at a time.
         own: the weight ``[V, h]`` of an LM head of the drafter's own for each of the S predictions, or one for all,
             whose sums must then enter the loss with one factor; it gets a gradient if it requires one.
         correction: the weight W ``[V, r]`` of the drafter's correction: q = softmax(lm_head(predictions) + W latents).
@@ -208,10 +175,32 @@ def divergence_sum(
     Returns:
         float32 ``[S]``.
     """
-    given = pairs.predictions, pairs.latents, correction, pairs.targets, pairs.weights
-    head = lm_head.weight, lm_head.bias, getattr(lm_head, "change", None)
-    sums: Tensor = _Divergence.apply(*given, *head, divergence, term, chunk_rows, overlap, *own)
-    return sums
+    wide = torch.promote_types(pairs.predictions.dtype, torch.float32)
+    heads = list(own) or [lm_head.weight]
+    latents = None if correction is None else pairs.latents
+    inputs = [pairs.predictions, latents, correction, *heads]
+    gradients = [_zeros_for(tensor, wide) for tensor in inputs]
+    sums = torch.zeros(len(pairs.predictions), dtype=wide, device=pairs.predictions.device)
+    for start in range(0, len(pairs.targets), chunk_rows)[:_most_chunks]:
+        rows = slice(start, start + chunk_rows)
+        part = pairs.at(rows)
+        with torch.no_grad():
+            p, known = _target_distribution(part.targets, lm_head, wide)
+        for k in range(len(sums)):
+            # What this chunk's k-th sum is differentiated by, and where the gradients go.
+            used = (0, 1, 2, 3 + min(k, len(heads) - 1))
+            leaves: list[Any] = [_part_of(inputs[i], k, rows, gradients[i] is not None) for i in used]
+            places = [_part_of(gradients[i], k, rows, False) for i in used]
+            with torch.set_grad_enabled(any(place is not None for place in places)):
+                log_q = _log_draft_distribution(leaves, None if own else lm_head, wide)
+                terms = divergence(p, log_q) if term is None else divergence(p, log_q) + term(p, log_q, part.tokens)
+                total = torch.dot(terms, known if part.weights is None else known * part.weights[k])
+            sums[k] += total.detach()
+            if overlap is not None:
+                overlap[k, rows] = torch.minimum(p, log_q.detach().exp()).sum(-1)
+            _add_gradients(total, leaves, places)
+    factors = [slice(None), slice(None), 0, *range(len(heads))]  # of the sums' gradients, for each input
+    return _WithGradients.apply(sums, gradients, factors, *inputs)
 
 
 def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:
@@ -248,115 +237,69 @@ def two_chunks_only() -> Iterator[None]:
         _most_chunks = None
 
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        predictions: Tensor,
-        latents: Tensor | None,
-        correction: Tensor | None,
-        targets: Tensor,
-        weights: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        change: LogitChange | None,
-        divergence: Divergence,
-        term: TopK | TextTokens | None,
-        chunk_rows: int,
-        overlap: Tensor | None,
-        *own: Tensor,
-    ) -> Tensor:
-        shared = len(own) == 1
-        heads = own * len(predictions) if shared else own or [weight] * len(predictions)
-        wide = torch.promote_types(predictions.dtype, torch.float32)
-        # Summed over the chunks in float32, as gradients are over micro-batches.
-        wanted = zip(own, ctx.needs_input_grad[12:], strict=True)
-        own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
-        totals = torch.zeros(len(predictions), dtype=wide, device=predictions.device)
-        gradient = torch.empty_like(predictions)
-        by_latents = None if latents is None else torch.empty_like(latents)
-        by_correction = None if correction is None else torch.zeros_like(correction, dtype=wide)
-        chunk_rows = min(chunk_rows, (2**31 - 1) // len(weight))  # torch.dot counts in 32 bits
-        for start in range(0, len(targets), chunk_rows)[:_most_chunks]:
-            rows = slice(start, start + chunk_rows)
-            # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
-            p, known = _distribution(targets[rows], weight, bias, change, wide)
-            chosen = None if term is None else term.choose(p, rows)
-            for k, (total, ours, slopes) in enumerate(zip(totals, predictions, gradient, strict=True)):
-                each = None if weights is None else weights[k, rows].to(wide)
-                logits = F.linear(ours[rows], heads[k], None if own else bias)
-                changed = None if change is None or own else change(logits)
-                inputs = None if latents is None else latents[k, rows]
-                whole = _corrected(logits if changed is None else changed, inputs, correction)
-                log_q = whole.log_softmax(-1, dtype=wide)
-                del logits, whole
-                if chosen is None:
-                    part, slope = divergence(p, log_q, weight.dtype, each)
-                else:
-                    part, slope = _with_term(divergence, chosen, p, log_q, each)
-                total += part
-                if overlap is not None:
-                    overlap[k, rows] = torch.minimum(p, log_q).sum(-1)  # q, which the divergence left there
-                slope = slope.to(weight.dtype) if known is None else slope.to(weight.dtype).mul_(known)
-                if each is not None:
-                    slope.mul_(each[:, None])
-                _add_correction(slope, inputs, correction, by_latents, by_correction, (k, rows))
-                if change is not None and changed is not None:
-                    slope.mul_(change.slope(changed))
-                torch.mm(slope, heads[k], out=slopes[rows])
-                if own and (own_gradient := own_gradients[0 if shared else k]) is not None:
-                    own_gradient += torch.mm(slope.T, ours[rows])
-        ctx.save_for_backward(gradient, by_latents, by_correction, *own_gradients)
-        return totals
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, by_latents, by_correction, *own = ctx.saved_tensors
-        pairs = zip(own, grads[0], strict=False)
-        of_own = [None if part is None else (part * each).to(gradient.dtype) for part, each in pairs]
-        of_latents = None if by_latents is None else (by_latents * grads[0][:, None, None]).to(by_latents.dtype)
-        of_correction = None if by_correction is None else (by_correction * grads[0][0]).to(gradient.dtype)
-        return (gradient * grads[0][:, None, None]).to(gradient.dtype), of_latents, of_correction, *[None] * 9, *of_own
-
-
-def _corrected(logits: Tensor, latents: Tensor | None, correction: Tensor | None) -> Tensor:
-    """Logits ``[rows, V]`` with the drafter's correction, if it has one."""
-    return logits if latents is None or correction is None else torch.addmm(logits, latents, correction.T)
-
-
-def _add_correction(
-    slope: Tensor,
-    latents: Tensor | None,
-    correction: Tensor | None,
-    by_latents: Tensor | None,
-    by_correction: Tensor | None,
-    place: tuple[int, slice],
-) -> None:
-    """Add the gradients of a correction, from the gradient ``slope`` of its logits, if there is one."""
-    if latents is None or correction is None or by_latents is None or by_correction is None:
-        return
-    by_latents[place] = torch.mm(slope, correction)
-    by_correction += torch.mm(slope.T, latents)
-
-
-def _with_term(
-    divergence: Divergence, chosen: tuple[Tensor, Tensor], p: Tensor, log_q: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A divergence and a term, as ``divergence`` returns them; ``chosen`` is of ``TopK.choose`` or another's."""
-    known, tokens = chosen
-    more = -_sum(known * log_q.gather(-1, tokens), weights)
-    part, slope = divergence(p, log_q, p.dtype, weights)
-    q = log_q  # overwritten by the divergence
-    slope.addcmul_(q, known.sum(-1, keepdim=True)).scatter_add_(-1, tokens, -known)
-    return part + more, slope
-
-
-def _distribution(
-    targets: Tensor, weight: Tensor, bias: Tensor | None, change: LogitChange | None, wide: torch.dtype
-) -> tuple[Tensor, Any]:
-    """p ``[n, V]`` of features; or of tokens, with a column that is 0 for tokens outside the LM head's ``[n, 1]``."""
+def _target_distribution(targets: Tensor, lm_head: nn.Linear, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """p ``[n, V]`` of features, or one-hot of tokens; and float ``[n]``, 0 for tokens outside the LM head, else 1."""
     if targets.is_floating_point():
-        logits = F.linear(targets, weight, bias)
-        return (logits if change is None else change(logits)).softmax(-1, dtype=wide), None
-    known = (targets >= 0).to(wide)[:, None]
-    return known.new_zeros(len(targets), len(weight)).scatter_(1, targets.clamp_min(0)[:, None], known), known
+        # On a GPU softmax widens as it reads, so there is no wide copy of the logits.
+        return lm_head(targets).softmax(-1, dtype=wide), targets.new_ones(len(targets), dtype=wide)
+    known = (targets >= 0).to(wide)
+    p = known.new_zeros(len(targets), lm_head.out_features)
+    return p.scatter_(1, targets.clamp_min(0)[:, None], known[:, None]), known
+
+
+def _log_draft_distribution(leaves: Sequence[Any], lm_head: nn.Linear | None, wide: torch.dtype) -> Tensor:
+    """log q ``[n, V]`` of predictions ``[n, h]``, latents and correction (both or neither), and LM head weights.
+
+    ``lm_head``: the target's, whose bias, scale and cap count, too; None: the weights are the drafter's own.
+    """
+    predictions, latents, correction, weight = leaves
+    logits = F.linear(predictions, weight, None if lm_head is None else lm_head.bias)
+    change = getattr(lm_head, "change", None)
+    logits = logits if change is None else change(logits)
+    if latents is not None:
+        logits = torch.addmm(logits, latents, correction.T)
+    return logits.log_softmax(-1, dtype=wide)
+
+
+def _zeros_for(tensor: Tensor | None, wide: torch.dtype) -> Tensor | None:
+    """A gradient to add to, if one is wanted; that of a weight is summed in float32, as over micro-batches."""
+    if tensor is None or not tensor.requires_grad or not torch.is_grad_enabled():
+        return None
+    return torch.zeros_like(tensor, dtype=tensor.dtype if tensor.dim() == 3 else wide)
+
+
+def _part_of(tensor: Tensor | None, k: int, rows: slice, differentiated: bool) -> Tensor | None:
+    """The k-th prediction's ``rows`` of ``[S, n, .]``, or a whole weight, as a leaf."""
+    if tensor is None:
+        return None
+    part = tensor.detach()[k, rows] if tensor.dim() == 3 else tensor.detach()
+    return part.requires_grad_(differentiated)
+
+
+def _add_gradients(total: Tensor, leaves: Sequence[Tensor | None], places: Sequence[Tensor | None]) -> None:
+    """Add the gradients of ``total`` by ``leaves`` to the ``places`` that are not None."""
+    pairs = [
+        (leaf, place) for leaf, place in zip(leaves, places, strict=True) if leaf is not None and place is not None
+    ]
+    if pairs:
+        parts = torch.autograd.grad(total, [leaf for leaf, _ in pairs])
+        for (_, place), part in zip(pairs, parts, strict=True):
+            place += part
+
+
+class _WithGradients(torch.autograd.Function):
+    """Sums ``[S]`` whose gradients by ``inputs`` are known; ``factors``: which sums an input enters."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, gradients: list[Tensor | None], factors: list[Any], *inputs: Any) -> Tensor:
+        ctx.gradients, ctx.factors, ctx.dtypes = gradients, factors, [None if x is None else x.dtype for x in inputs]
+        return sums.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *by_sums: Tensor) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for gradient, place, dtype in zip(ctx.gradients, ctx.factors, ctx.dtypes, strict=True):
+            factor = by_sums[0][place]
+            factor = factor[:, None, None] if factor.dim() else factor
+            found.append(None if gradient is None else (gradient * factor).to(dtype))
+        return None, None, None, *found
