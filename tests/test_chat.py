@@ -19,10 +19,11 @@ Talk = Callable[..., str]
 def talk(target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
     """``talk(lines, *arguments)``: what a conversation prints, in float32."""
 
-    def hold(lines: str, *more: str, drafter: str = "speculative") -> str:
+    def hold(lines: str | bytes, *more: str, drafter: str = "speculative") -> str:
         if drafter == "speculative":  # the target is its own draft model: all drafts are accepted
             more = (*more, f"draft_model={target_folder}", "gamma=3")
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        piped = io.StringIO(lines) if isinstance(lines, str) else io.TextIOWrapper(io.BytesIO(lines), "utf-8")
+        monkeypatch.setattr(sys, "stdin", piped)
         given = ["--target", str(target_folder), "--drafter", drafter, "--dtype", "float32"]
         drafters.chat.main([*given, "--max-new-tokens", "40", *more])
         return capsys.readouterr().out
@@ -48,6 +49,16 @@ def test_the_oldest_turns_are_forgotten_in_a_full_context(talk: Talk) -> None:
     assert "the oldest turn was forgotten" in said
     assert re.search(r"\[[\d,]+ tokens, and beside the answer there is room for 216: ask for less\]", said)
     assert said.count("tokens/s") == 9
+
+
+def test_bytes_that_are_no_utf8(talk: Talk) -> None:
+    """Catches a Latin-1 byte that ends the conversation or changes it, and one that ends the program as an option."""
+    said = talk(b"What is 2+2?\nCaf\xe9?\nAnd 2+3?\n")
+    assert "> Caf??\n[the line is not UTF-8, it has the byte 0xe9: set the terminal to UTF-8" in said
+    answer = r"> And 2\+3\?\n(.*?)\n\["
+    assert re.findall(answer, said, re.S) == re.findall(answer, talk("What is 2+2?\nAnd 2+3?\n"), re.S)
+    with pytest.raises(ValueError, match="--system is not UTF-8, it has the byte 0xe9"):
+        talk("Hello!\n", "--system", "Caf\udce9")
 
 
 def test_ctrl_c_stops_the_answer_alone(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A conversation in the terminal, with drafted tokens in colour."""
 
 import contextlib
+import io
 import signal
 import sys
 import time
@@ -212,6 +213,7 @@ class Chat:
                 self.say(f"[no command {line}: {COMMANDS}]")
             elif line:
                 try:
+                    check_text(line, "the line")
                     self.ask(line)
                 except ValueError as error:
                     self.say(f"[{error}]", "red")
@@ -223,7 +225,7 @@ class Chat:
                 if sys.stdin.isatty():
                     return input("> ")
                 if line := sys.stdin.readline():
-                    self.say(f"> {line.rstrip()}", "")
+                    self.say(f"> {line.rstrip().encode(errors='replace').decode()}", "")
                 return line or None
             except EOFError:
                 self.say()
@@ -231,6 +233,15 @@ class Chat:
             except KeyboardInterrupt:
                 self.say()
                 self.say(f"[{COMMANDS}]")
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise ValueError if ``text`` has bytes that are not UTF-8; Python decoded them by "surrogateescape"."""
+    if (found := next((char for char in text if "\udc80" <= char <= "\udcff"), None)) is not None:
+        raise ValueError(
+            f"{name} is not UTF-8, it has the byte 0x{ord(found) - 0xDC00:02x}: set the terminal to UTF-8; convert a "
+            "file with iconv -t UTF-8"
+        )
 
 
 @contextlib.contextmanager
@@ -251,6 +262,8 @@ def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lets input() edit its line and go back to earlier ones)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a wrong byte must not end the conversation: see check_text
     console = Console(highlight=False, markup=False)
     disable_progress_bar()
     chat = load(console, given, method, options)
@@ -266,6 +279,7 @@ def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
 
 def load(console: Console, given: Namespace, method: bool, options: dict[str, Any]) -> Chat:
     """A new conversation; raises ValueError as ``run`` does."""
+    check_text(given.system or "", "--system")
     tokenizer = load_bare_tokenizer(given.target)
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {given.target} has no chat template: use a model that was trained for chat")
