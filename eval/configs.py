@@ -318,7 +318,7 @@ class LosslessConfig(Config):
     target: ExactTarget
     drafter: DrafterEntry
     prompts: PromptsConfig | None = Field(None, description="None: the target samples the beginnings")
-    begun: Amount = Field(32, ge=1, description="number of prompts that the target samples")
+    begun: Size = Field(32, ge=1, description="number of prompts that the target samples")
     begun_tokens: Length = Field(16, ge=1, description="tokens of each of them")
     greedy_tokens: Length = Field(128, ge=1, description="new tokens of a greedy text")
     rounded: Dtype | None = Field(
@@ -354,7 +354,7 @@ class ParityConfig(Config):
     checkpoint: str = Field(description="folder or Hub repository of our EAGLE, EAGLE-3, DFlash or DSpark head")
     engine: Literal["vllm", "sglang", "ours"] = Field(description="ours: no engine; which reading accepts most")
     prompts: PromptsConfig | None = Field(None, description="None: the target samples the beginnings")
-    count: Amount = Field(80, ge=2, description="prompts, unless prompts.count is given")
+    count: Size = Field(80, ge=2, description="prompts, unless prompts.count is given")
     begun_tokens: Length = Field(16, ge=2, description="tokens of a prompt that the target samples")
     max_new_tokens: Length = Field(128, ge=2, description="new tokens of a prompt")
     depth: DraftSize | None = Field(

@@ -127,7 +127,8 @@ def test_a_checkpoint(
 
 
 def test_what_cannot_be_calibrated(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    """Catches hours of decoding before an error, and temperatures of a dozen drafts."""
+    """Catches hours of decoding before an error, temperatures of a dozen drafts, and a negative number of tokens in a
+    message."""
     with pytest.raises(ValueError, match=r"holds no config.json; give the folder"):
         run(tmp_path, features)
     eagle(target, None, "chain").save_pretrained(tmp_path / "eagle")
@@ -138,10 +139,14 @@ def test_what_cannot_be_calibrated(target: TargetModel, features: Path, tmp_path
         run(tmp_path / "dspark", features, "--prompts", "2", "--new-tokens", "9")
     with pytest.raises(ValueError, match=r"gave 0 drafts of a whole block"):
         run(tmp_path / "dspark", features, "--new-tokens", "3")
-    with pytest.raises(ValueError, match=r"--features: none of the 30 .* of 1 to 0 tokens .*; lower --new-tokens"):
-        run(tmp_path / "dspark", features, "--new-tokens", "256")
-    with pytest.raises(ValueError, match=r"--temperature is -1.0; give 0"):
-        run(tmp_path / "dspark", features, "--temperature", "-1")
+    with pytest.raises(ValueError, match=r"--features: none of the 30 .* of 1 to 1 tokens .*; lower --new-tokens"):
+        run(tmp_path / "dspark", features, "--new-tokens", "255")
+    for tokens, shown in ((256, "256"), (10**9, "1,000,000,000")):
+        with pytest.raises(ValueError, match=f"--new-tokens is {shown}, and the context has 256 .*; give at most 255"):
+            run(tmp_path / "dspark", features, "--new-tokens", str(tokens))
+    for temperature in ("-1.0", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"--temperature is {temperature}; give 0"):
+            run(tmp_path / "dspark", features, "--temperature", temperature)
     for wrong in ([1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 0.0]):
         with pytest.raises(ValueError, match=r"confidence_temperatures"):
             load_drafter(str(tmp_path / "dspark"), target, confidence_temperatures=wrong)

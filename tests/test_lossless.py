@@ -29,7 +29,7 @@ from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleHead
 from drafters.model.cache import KVCache
 from eval import lossless
-from eval.configs import LosslessConfig
+from eval.configs import LosslessConfig, ParityConfig
 from eval.entries import DrafterEntry
 from eval.figures import certificate as made
 from eval.figures.goodness_of_fit import detectable, uniformity
@@ -334,3 +334,20 @@ def test_autos_part_of_a_verdict() -> None:
         assert [reason.partition(":")[0] for reason in found["reasons"]] == because
         kept = [bool(shape["reasons"]) for shape in found["shapes"]]
         assert kept == [part is not right for part in parts if len(parts) > 1]
+
+
+def test_many_beginnings_are_sampled_in_batches(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a mistyped number of prompts that fills the memory with one batch, and prompts that repeat from batch to
+    batch."""
+    with pytest.raises(ValueError, match=r"begun: Input should be less than or equal to 65536 .found 100000000."):
+        tiny_run.validate(LosslessConfig, {"begun": 10**8}, "test")
+    with pytest.raises(ValueError, match=r"count: Input should be less than or equal to 65536 .found 100000000."):
+        tiny_run.validate(ParityConfig, {"count": 10**8}, "test")
+    sizes, generate = list[int](), made.generate
+    monkeypatch.setattr(made, "BEGUN", 3)
+    monkeypatch.setattr(
+        made, "generate", lambda *given, **named: sizes.append(len(given[2])) or generate(*given, **named)
+    )
+    found = made.begun(target, 8, 6, seed=0)
+    assert sizes == [3, 3, 2] and found[:3] == made.begun(target, 3, 6, seed=0)
+    assert len({tuple(each) for each in found}) == 8 and all(len(each) == 6 for each in found)

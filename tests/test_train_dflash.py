@@ -349,6 +349,8 @@ def test_a_dry_run(settings: dict[str, Any]) -> None:
         ({"top_k_weight": 1.0}, "block drafters do not use"),
         ({"draft_vocab": 9, "loss_vocab": 9}, "over draft_vocab"),
         ({"draft_vocab": 9, "zero_stage": 3}, "zero_stage is 3"),
+        ({"gamma": 1e-300}, r"gamma: Input should be greater than or equal to 0.1 \(found 1e-300\)"),
+        ({"target_weight": 1e-300}, "target_weight: give 0, or a number from 0.000001"),
         ({"tap_layers": [2, 2]}, "tap 2 is named 2 times"),
         ({"tap_layers": [3, 1, 2]}, r"not in ascending order; give \[1, 2, 3\]"),
     ],

@@ -172,6 +172,52 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert half < 0.7 * whole
 
 
+BLOCKS = {"tap_layers": [2], "block_size": 5, "mask_token_id": 2}
+
+
+def test_layers_that_are_not_traced(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a deep head's memory that counts the layers beyond those traced as none, or one too many."""
+    target = LlamaConfig(**memory_run.SHAPE)
+    config = validate(DFlashConfig, {**settings, **BLOCKS, "layers": 4}, source="test")
+    whole = pass_memory(config, target, [64])
+    monkeypatch.setattr(estimate, "TRACED_LAYERS", 2)
+    assert pass_memory(config, target, [64]) == whole and whole["pass"] > whole["loss"] > 0
+
+
+def test_a_head_too_large_for_this_machine(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a mistyped size that fills the memory for minutes without a line, in training and in a dry run."""
+    large = settings | BLOCKS | {"target": str(tmp_path / "target")}
+    (tmp_path / "target").mkdir()
+    shape = (ROOT / "configs" / "shapes" / "llama3.1-8b-instruct.json").read_text()
+    (tmp_path / "target" / "config.json").write_text(shape)
+    for more in ([], ["--overfit", "8"]):
+        line = tiny_run.command("dspark", tmp_path, large, "markov_rank=1048576", *more)
+        with pytest.raises(
+            ValueError, match=r"270,\d+,\d+,\d+ parameters needs [\d.]+ TB .*free on .*markov_rank=1048576"
+        ):
+            tiny_run.main("dspark", line[2:])
+    for kind in ("eagle3", "dflash"):
+        with pytest.raises(ValueError, match="layers: Input should be less than or equal to 64 .found 4096."):
+            tiny_run.read(kind, settings | (BLOCKS if kind == "dflash" else {}) | {"layers": 4096})
+    dry = validate(schema_of("dspark"), large | {"markov_rank": 1048576, "layers": 1}, "test")
+    (problem,) = [one for one in dry_run(dry, tiny_run.arguments(measure=True)).problems if "memory" in one]
+    assert "lower layers=1 or markov_rank=1048576" in problem
+
+
+def test_weights_are_compared_with_free_memory(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that is refused though its weights fit, and several ranks of one machine that count as one."""
+    config = validate(EagleConfig, settings | {"precision": "float32"}, source="test")
+    task = meta_task(config, LlamaConfig(**memory_run.SHAPE))
+    needed = sum(memory_parts(config, task, 1).values())
+    monkeypatch.setattr(estimate, "free_memory", lambda device: needed)
+    estimate.check_weights(config, task, 1)
+    with pytest.raises(ValueError, match="set zero_stage or offload"):
+        estimate.check_weights(config, task, 2, here=2)
+    monkeypatch.setattr(estimate, "free_memory", lambda device: needed - 1)
+    with pytest.raises(ValueError, match="training a drafter of"):
+        estimate.check_weights(config, task, 1)
+
+
 def test_parameters_of_the_papers() -> None:
     """A head of another size than the paper's (section 4: 0.24B, 0.37B, 0.99B; Kangaroo: 67M at 4,096)."""
     eagle = load_config(EagleConfig, ROOT / "configs/eagle/vicuna-7b.yaml")

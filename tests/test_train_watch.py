@@ -30,7 +30,7 @@ from train.run.files import read_metrics
 from train.watch import heldout
 from train.watch.flops import training_cost
 from train.watch.heldout import answer_positions, bucket_name, by_position
-from train.watch.tau import held_out_prompts
+from train.watch.tau import held_out_prompts, room
 
 TAU = {"tau_every": 3, "tau_prompts": 3, "tau_new_tokens": 12}
 
@@ -87,6 +87,9 @@ def test_prompts_end_where_the_first_answer_starts(features: Path) -> None:
     assert len(held_out_prompts(store, 2, 200)) == 2
     with pytest.raises(ValueError, match=r"none of the 3 held-out dialogues has a prompt of 1 to 1 tokens"):
         held_out_prompts(store, 2, 1)
+    assert [room("tau_new_tokens", new, 256) for new in (1, 255)] == [255, 1]
+    with pytest.raises(ValueError, match=r"tau_new_tokens is 1,000, and the context has 256 .*; give at most 255"):
+        room("tau_new_tokens", 1000, 256)
 
 
 def test_time_for_tau_is_not_the_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

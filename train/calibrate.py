@@ -8,6 +8,7 @@ confidence_temperatures, and confidence.json has the figures in the format of SG
 --speculative-dspark-confidence-sts-path. Draft tokens and their distributions stay as they are.
 """
 
+import math
 from pathlib import Path
 
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(
             f"--checkpoint: {parsed.checkpoint} holds no config.json; give the folder of a DFlash or DSpark"
         )
-    if parsed.temperature < 0:
+    if not 0 <= parsed.temperature < math.inf:
         raise ValueError(f"--temperature is {parsed.temperature}; give 0 (greedy) or more")
 
     from train.watch.calibration import calibrate

@@ -28,7 +28,7 @@ from drafters.config import (
 )
 from drafters.methods import method_names
 from train.core.block_config import DFlashConfig
-from train.core.config import Lora, Taps, TrainConfig
+from train.core.config import Decay, Lora, Taps, TrainConfig, Weight
 
 
 def trained_methods() -> list[str]:
@@ -64,14 +64,14 @@ class EagleConfig(TrainConfig):
     layer: Literal["auto"] | HeadLayer = Field(
         "auto", description="the head's decoder layer; auto: the target's if engines serve it, else llama"
     )
-    classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
+    classification_weight: Weight = Field(0.1, description="w_cls of the EAGLE paper, section 3.2")
     start: Literal["random", "regression"] = Field(
         "random", description="first weights of fc: docs/training-options.md"
     )
     noise: Literal["paper", "code", "none"] = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
     unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")
-    unroll_weight: float = Field(1.0, gt=0, description="factor on the loss of each further prediction")
+    unroll_weight: Weight = Field(1.0, gt=0, description="factor on the loss of each further prediction")
 
     @property
     def solves_weights(self) -> bool:
@@ -104,7 +104,7 @@ class Eagle3Config(TrainConfig):
         None, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
     )
     layer: DraftLayer = Field("llama", description="the kind of its decoder layers")
-    layers: Layers = Field(1, ge=1, description="number of its decoder layers")
+    layers: int = Field(1, ge=1, le=64, description="number of its decoder layers")
     sliding_window: Length | None = Field(
         None, ge=2, description="tokens that its layers attend to, the present one included; null: all"
     )
@@ -115,7 +115,7 @@ class Eagle3Config(TrainConfig):
     fc_norm: bool = Field(False, description="a norm for each state before fc (EAGLE-3.1)")
     norm_output: bool = Field(False, description="feed back the output after the final norm (EAGLE-3.1)")
     ttt_steps: int = Field(7, ge=1, le=16, description="steps of the training-time test")
-    step_decay: float = Field(0.8, gt=0, le=1, description="weight of each step's loss, as a share of the one before")
+    step_decay: Decay = Field(0.8, description="weight of each step's loss, as a share of the one before")
     mask_uncovered: bool = Field(True, description="leave out positions whose likeliest token is no draft token")
 
     @property
@@ -179,8 +179,8 @@ class Joint(Config):
         Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
         description="of the target's layers, by peft; null: train all layers and the norm",
     )
-    lambda_0: float = Field(0.2, gt=0, description="weight of the heads' losses beside the target's own")
-    rate: float = Field(0.25, gt=0, description="the target's learning rate, as a share of the heads'")
+    lambda_0: Weight = Field(0.2, gt=0, description="weight of the heads' losses beside the target's own")
+    rate: float = Field(0.25, gt=0, le=1000, description="the target's learning rate, as a share of the heads'")
     heads_first: Amount = Field(0, ge=0, description="steps without updates of the target; then its rate warms up, too")
 
 
@@ -195,10 +195,10 @@ class MedusaConfig(TrainConfig):
     drafter: ClassVar[str] = "medusa"
 
     heads: int = Field(4, ge=1, le=64, description="K: head k predicts the token k + 1 ahead")
-    layers: int = Field(1, ge=1, le=64, description="residual blocks of a head")
+    layers: int = Field(1, ge=1, le=16, description="residual blocks of a head")
     own_lm_heads: bool = Field(False, description="as published: each head has its own LM head, initially the target's")
     labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
-    head_decay: float = Field(0.8, gt=0, le=1, description="weight of head k's loss: lambda_k = head_decay^k")
+    head_decay: Decay = Field(0.8, description="weight of head k's loss: lambda_k = head_decay^k")
     joint: Joint | None = None
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from drafters.cli.program import CommandLine, command, keeping, leave, positive, run_program
+from drafters.cli.program import CommandLine, above_zero, command, keeping, leave, positive, run_program
 from drafters.common.files import check_file
 from drafters.config import from_overrides, load_config
 from train.configs import schema_of, trained_methods
@@ -40,7 +40,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=5, help="rounds counted, after one of warm-up")
     parser.add_argument("--steps", type=positive, default=4, help="optimiser steps of a side in a round")
     parser.add_argument("--workers", type=int, default=0, help="the plain DataLoader's processes, with --config")
-    parser.add_argument("--peak-tflops", type=float, help="the device's bf16 peak, for MFU; known for common GPUs")
+    parser.add_argument("--peak-tflops", type=above_zero, help="the device's bf16 peak, for MFU; known for common GPUs")
     parser.add_argument("--out", type=Path, help="JSON with every round")
     return parser.parse(argv)
 

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -49,6 +50,17 @@ def positive(text: str) -> int:
     if not digits.isdecimal() or int(digits) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
     return int(digits)
+
+
+def above_zero(text: str) -> float:
+    """argparse type of a finite number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, found {text!r}")
+    return found
 
 
 class Failure(RuntimeError):

@@ -26,6 +26,7 @@ from eval.prompts.prompts import load_prompts
 
 LOSSLESS, NOT_LOSSLESS = "lossless", "not lossless"
 UNDECIDED, LOSSY = "not shown", "lossy by design"
+BEGUN = 256  # prompts sampled in one batch
 NEEDED = 2  # accepted draft tokens after which there must be enough tokens to test: a q of a wrong depth shows there
 # Fixed values instead of auto: a chain (EAGLE's has five tokens, DFlash's and DSpark's the whole block) and the tree of
 # the method, drafted also if not profitable.
@@ -155,17 +156,25 @@ def prompts_of(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> l
 
 
 def begun(target: TargetModel, count: int, length: int, seed: int) -> list[list[int]]:
-    """Return ``count`` prompts of ``length`` tokens that the target samples, after its BOS or one random token."""
+    """Return ``count`` prompts of ``length`` tokens that the target samples, after its BOS or one random token.
+
+    It samples ``BEGUN`` at a time.
+    """
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(target.vocab_size, (count,), generator=generator).tolist()
     bos = getattr(target.config, "bos_token_id", None)
     starts = [[token if bos is None else bos] for token in first]
     if length == 1:
         return starts
-    plain = make_drafter("autoregressive", target)
-    settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "seed": seed}
-    result = generate(target, plain, starts, prompt_lengths=_lengths(starts), max_new_tokens=length - 1, **settings)
-    return [start + row for start, row in zip(starts, result.tokens.tolist(), strict=True)]
+    plain, found = make_drafter("autoregressive", target), list[list[int]]()
+    settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "max_new_tokens": length - 1}
+    with Bar(total=count, unit=" prompts", desc="prompts", leave=False) as bar:
+        for place in range(0, count, BEGUN):
+            some = starts[place : place + BEGUN]
+            result = generate(target, plain, some, prompt_lengths=_lengths(some), seed=seed + place, **settings)
+            found += [start + row for start, row in zip(some, result.tokens.tolist(), strict=True)]
+            bar.update(len(some))
+    return found
 
 
 def _lengths(prompts: list[list[int]]) -> list[int]:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from drafters.common.states import dflash_taps
-from drafters.config import Amount, DraftLayer, DraftSize, Layers, Vocabulary, Width
-from train.core.config import Taps, TrainConfig
+from drafters.config import Amount, DraftLayer, DraftSize, Vocabulary, Width
+from train.core.config import Taps, TrainConfig, Weight
 
 
 class DFlashConfig(TrainConfig):
@@ -37,17 +37,17 @@ class DFlashConfig(TrainConfig):
         None, description="the target's states that it reads: 2 is after two layers; null: five of them"
     )
     layer: DraftLayer = Field("qwen3", description="the kind of its decoder layers")
-    layers: Layers = Field(5, ge=1, description="number of its decoder layers")
+    layers: int = Field(5, ge=1, le=64, description="number of its decoder layers")
     causal: bool = Field(False, description="a row of a block attends only to the rows before it and itself")
     anchors: Amount = Field(512, ge=1, description="most blocks of a dialogue; each epoch draws others")
     anchor_share: float = Field(
         1.0, gt=0, le=1, description="the same, as a share of the positions that can be anchors"
     )
-    token_weight: float = Field(1.0, ge=0, description="weight of the cross-entropy of the text's tokens")
-    target_weight: float = Field(0.0, ge=0, description="weight of classification_loss, from the target's distribution")
+    token_weight: Weight = Field(1.0, description="weight of the cross-entropy of the text's tokens")
+    target_weight: Weight = Field(0.0, description="weight of classification_loss, from the target's distribution")
     position_weights: Literal["exponential", "d-pace", "uniform"] = Field("exponential", description="see above")
     gamma: float | None = Field(
-        None, gt=0, description="of exponential weights, in positions; null: 7, 5, 4 for blocks of 16, 10, 8 rows"
+        None, ge=0.1, description="of exponential weights, in positions; null: 7, 5, 4 for blocks of 16, 10, 8 rows"
     )
 
     @property
@@ -114,13 +114,13 @@ class DSparkConfig(DFlashConfig):
     layout: Literal["fill-in", "anchor-first"] = "anchor-first"
     block_size: DraftSize = Field(7, ge=2)
     classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = "total_variation"
-    token_weight: float = Field(0.1, ge=0)
-    target_weight: float = Field(1.8, ge=0)
-    gamma: float | None = Field(None, gt=0, description="of exponential weights, in positions; null: 4")
+    token_weight: Weight = 0.1
+    target_weight: Weight = 1.8
+    gamma: float | None = Field(None, ge=0.1, description="of exponential weights, in positions; null: 4")
     markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="the kind of its Markov head")
     markov_rank: Width = Field(256, ge=1, description="the rank of the Markov head")
     confidence_head: bool = Field(True, description="it also estimates the acceptance of each token")
-    confidence_weight: float = Field(1.0, ge=0, description="weight of the confidence head's cross-entropy")
+    confidence_weight: Weight = Field(1.0, description="weight of the confidence head's cross-entropy")
 
     @property
     def decay(self) -> float:

@@ -28,7 +28,7 @@ class OnlineData(Config):
 class Lora(Config):
     """``lora:``: train low-rank matrices beside frozen projections, by peft."""
 
-    r: Width = Field(16, ge=1, description="rank of the matrices")
+    r: Width = Field(16, ge=1, le=4096, description="rank of the matrices")
     alpha: Width = Field(32, ge=1, description="their product is scaled by alpha / r")
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: str | list[str] = Field("all-linear", description="names of modules, in peft's format")
@@ -44,6 +44,16 @@ def _ascending(taps: list[int]) -> list[int]:
     return taps
 
 
+def _in_float32(weight: float) -> float:
+    if weight and not 1e-6 <= weight <= 1e6:
+        raise ValueError("give 0, or a number from 0.000001 to 1,000,000: others leave the range of float32")
+    return weight
+
+
+# A factor of a loss. Outside of these bounds products and quotients of two are infinite or NaN in float32, and the run
+# would end at its first step with advice on the learning rate.
+Weight = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
+Decay = Annotated[float, Field(ge=0.01, le=1)]  # a factor that is applied up to 16 times
 Taps = Annotated[list[Layers], Field(min_length=1), AfterValidator(_ascending)]
 
 
@@ -72,17 +82,17 @@ class TrainConfig(Config):
 
     steps: Amount | None = Field(None, ge=1, description="optimiser steps; the run ends at the first of its limits")
     epochs: Amount | None = Field(None, ge=1, description="passes over the training store")
-    minutes: float | None = Field(None, gt=0, description="wall-clock limit; the schedule follows it, too")
+    minutes: float | None = Field(None, gt=0, le=10_000_000, description="wall-clock limit, also of the schedule")
 
     batch_tokens: Amount = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
     gradient_accumulation: Size = Field(1, ge=1, description="micro-batches of a rank in one step")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training-options.md")
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=100)
     warmup_steps: Amount = Field(2000, ge=0, description="linear warm-up from 0")
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    gradient_clipping: float = Field(0.5, gt=0, description="by the norm of the whole gradient")
+    gradient_clipping: float = Field(0.5, ge=1e-6, description="by the norm of the whole gradient")
 
     weight_average: float | None = Field(
         None, ge=0, lt=1, description="decay of a moving average of the weights, which is judged and exported instead"
@@ -108,8 +118,8 @@ class TrainConfig(Config):
     classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = Field(
         "cross_entropy", description="compares the drafter's distribution with the target's: docs/losses.md"
     )
-    lk_eta: float = Field(3.0, ge=0, description="of lk_lambda: how early it moves from KL to the total variation")
-    top_k_weight: float = Field(0.0, ge=0, description="weight of HASS's Top-K loss, added to the classification loss")
+    lk_eta: float = Field(3.0, ge=0, le=1e6, description="of lk_lambda: how early it is the total variation")
+    top_k_weight: Weight = Field(0.0, description="weight of HASS's Top-K loss, added to the classification loss")
     top_k: Vocabulary = Field(10, ge=1, description="tokens in that loss, the target's most likely")
 
     log_every: Amount = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")

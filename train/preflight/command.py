@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from data_prep.dialogues.reader import check_source
-from drafters.cli.program import command, keeping, leave, positive, run_program
+from drafters.cli.program import above_zero, command, keeping, leave, positive, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import load_config
@@ -32,11 +32,13 @@ def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = N
             config = check_run_folder(config, arguments.resume)
 
     from train.preflight.dry_run import print_report
+    from train.preflight.estimate import check_size
     from train.preflight.overfit import overfit
     from train.run.training import settle, train, what_is_kept
 
     if not arguments.dry_run:
         config = settle(config)
+        check_size(config)
     run = print_report if arguments.dry_run else overfit if arguments.overfit else train
     with keeping(lambda: what_is_kept(config.out) if run is train else f"to start again: {command()}"):
         return run(config, arguments)
@@ -74,7 +76,7 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> a
     dry.add_argument("--max-length", type=positive, default=2048, help="longest dialogue, without features")
     dry.add_argument("--ranks", type=positive, default=int(os.environ.get("WORLD_SIZE", "1")), help="processes")
     dry.add_argument("--device", metavar="NAME", help="a GPU's name (as H200), for its peak; default: this machine's")
-    dry.add_argument("--mfu", type=float, default=0.4, help="assumed share of the peak (0.4)")
-    dry.add_argument("--tokens-per-second", type=float, metavar="X", help="assumed speed of all ranks together")
+    dry.add_argument("--mfu", type=above_zero, default=0.4, help="assumed share of the peak (0.4)")
+    dry.add_argument("--tokens-per-second", type=above_zero, metavar="X", help="assumed speed of all ranks together")
     dry.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random numbers")
     return parser.parse_intermixed_args(argv)

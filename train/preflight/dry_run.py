@@ -30,7 +30,7 @@ from drafters.hub.declared import READERS
 from drafters.layouts.export import served_by
 from drafters.methods import method_names
 from drafters.model.cache import head_sizes
-from drafters.model.files import load_config_only, resolve_device
+from drafters.model.files import free_memory, load_config_only, resolve_device
 from drafters.model.loading import BASE, config_and_adapter
 from drafters.model.weights import open_weights, weight_files
 from train.core.config import TrainConfig
@@ -293,8 +293,13 @@ def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[in
     details = f" (including the loss's rows of logits {size_text(passes['loss'])}, the batch "
     details += f"{size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
     text = f"{size_text(total)}, and the CUDA context (about half a GB)"
-    enough = partial(estimate.check_memory, 0 if given.device else total)
-    report.check("memory of a rank", enough, text, f"memory {size_text(total)} a rank")
+
+    def check() -> None:
+        if given.device is None:
+            estimate.check_weights(config, task, given.ranks)
+            estimate.check_memory(total)
+
+    report.check("memory of a rank", check, text, f"memory {size_text(total)} a rank")
     for name, size in parts.items():
         report.add(f"  {name}", size_text(size) + (details if name == "forward and backward" else ""))
     stages = []
@@ -350,14 +355,15 @@ def add_time(
     assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s
     if given.tokens_per_second:
         rate, how = given.tokens_per_second, "as given"
-    elif given.measure:
+    elif given.measure and sum(report.memory.values()) <= free_memory(resolve_device()):
         rate = estimate.measured_rate(config, target, lengths, share) * given.ranks
         how = "measured here without DeepSpeed"
     elif peak:
         rate = assumed / flops
         how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
     else:
-        report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
+        why = "too little memory to measure it here" if given.measure else f"unknown on {device}"
+        report.add("time", f"{why}: give --tokens-per-second, --measure, or --device (as H200)")
         return
     steps = workload.total_steps(config)
     tokens = round(steps / workload.steps * workload.tokens) if steps else None

@@ -16,21 +16,24 @@ from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 from transformers.modeling_utils import local_torch_dtype
 
+from data_prep.common.ranks import find_rank
 from data_prep.store.reader import StoredDialogue
 from drafters.common.wording import size_text
 from drafters.model.ends import FrozenEnds, LMHead
-from drafters.model.files import free_memory, meta_model, resolve_device, resolve_dtype
+from drafters.model.files import free_memory, load_config_only, meta_model, resolve_device, resolve_dtype
 from drafters.model.stock import logit_change
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
 from train.core.losses import Pairs, default_chunk_rows, two_chunks_only
 from train.core.optimizer import exact_buffers
-from train.core.runtime import dtype_of, rank_device
+from train.core.runtime import dtype_of, local_ranks, rank_device
 from train.core.task import Task, make_task
 from train.data.packing import Batch, collate
 
 MEASURED_STEPS = 3
+TRACED_LAYERS = 4  # of a deeper head, this number and one less are traced: EAGLE-3's steps take seconds a layer
+SIZES = ("layers", "heads", "markov_rank", "draft_vocab")  # keys of training configs that a head's size depends on
 
 
 def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> FrozenEnds:
@@ -135,6 +138,8 @@ def pass_memory(
 ) -> dict[str, int]:
     """Peak bytes of a forward and backward pass, without weights and gradients.
 
+    Beyond ``TRACED_LAYERS`` each layer adds as much as the last one traced.
+
     Args:
         lengths: tokens of the micro-batch's dialogues; every position is trained.
         checkpointing: the backward pass computes the module's activations again.
@@ -143,6 +148,17 @@ def pass_memory(
     Returns:
         ``batch``: the micro-batch; ``loss``: the loss's own peak, its rows of logits; ``pass``: all.
     """
+    more = getattr(config, "layers", 1) - TRACED_LAYERS
+    if more <= 0:
+        return _traced(config, target, lengths, checkpointing, on_gpu)
+    shallow = (config.model_copy(update={"layers": TRACED_LAYERS - less}) for less in (1, 0))
+    before, last = (_traced(each, target, lengths, checkpointing, on_gpu) for each in shallow)
+    return {name: size + more * (size - before[name]) for name, size in last.items()}
+
+
+def _traced(
+    config: TrainConfig, target: PretrainedConfig, lengths: list[int], checkpointing: bool, on_gpu: bool
+) -> dict[str, int]:
     dtype = dtype_of(config)
     with (
         torch.device("meta"),
@@ -195,14 +211,38 @@ def rank_memory(
     return parts, passes
 
 
-def check_memory(needed: int) -> None:
-    """Raise ValueError if this machine's device has less than ``needed`` bytes free."""
-    device = resolve_device()
+def check_memory(
+    needed: int, what: str = "training", fix: str = "lower batch_tokens or loss_chunk_rows", on: str | None = None
+) -> None:
+    """Raise ValueError if the device ``on``, by default this machine's, has less than ``needed`` bytes free."""
+    device = resolve_device(on)
     if needed > (free := free_memory(device)):
         raise ValueError(
-            f"training needs {size_text(needed)} of memory, and {size_text(free)} are free on {device}; lower "
-            "batch_tokens or loss_chunk_rows"
+            f"{what} needs {size_text(needed)} of memory, and {size_text(free)} are free on {device}; {fix}"
         )
+
+
+def check_size(config: TrainConfig) -> None:
+    """Raise ValueError if the drafter is too large for this machine's ranks, before its weights are made."""
+    task = meta_task(config, load_config_only(config.target, config.revision))
+    check_weights(config, task, find_rank(None, None).count, local_ranks(1))
+
+
+def check_weights(config: TrainConfig, task: Task, ranks: int, here: int = 1) -> None:
+    """Raise ValueError if weights, gradients and optimizer of ``here`` of the ``ranks`` do not fit into this machine.
+
+    ``task``: with a module without contents.
+    """
+    keys = [f"{key}={value}" for key in SIZES if (value := getattr(config, key, None)) is not None]
+    fix = f"lower {' or '.join(keys)}" if keys else "set zero_stage or offload, or use a machine with more memory"
+    what = f"a drafter of {parameters(task.module):,} parameters"
+    whole = sum(memory_parts(config, task, ranks).values())
+    if resolve_device().type == "cpu":
+        check_memory(here * whole, f"training {what}", fix)
+        return
+    check_memory(here * 4 * parameters(task.module), f"making {what} in float32", fix, on="cpu")
+    if ranks == 1:  # of several, none has chosen its device yet
+        check_memory(whole, f"training {what}", fix)
 
 
 def _with_loss_ids(task: Task) -> Task:

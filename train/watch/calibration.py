@@ -29,7 +29,7 @@ from drafters.methods import drafter_class
 from drafters.methods.dflash import DFlashDrafter
 from drafters.model.target import TargetModel
 from drafters.policy.truncation import MOST, Truncation
-from train.watch.tau import held_out_prompts
+from train.watch.tau import held_out_prompts, room
 
 BINS = 15  # of equal width, for the calibration error; as many as SGLang's tool has
 GRID = sorted((10 ** (k / 40) for k in range(-40, 41)), key=lambda one: abs(math.log(one)))  # on a tie, nearest to 1
@@ -96,7 +96,7 @@ def calibrate(options: argparse.Namespace) -> None:
             f"--features: {store.path} was made for a vocabulary of {there:,} tokens, and {drafter.target.name} has "
             f"{drafter.target.vocab_size:,}; give features of the drafter's own target"
         )
-    longest = drafter.max_context - options.new_tokens
+    longest = room("--new-tokens", options.new_tokens, drafter.max_context)
     prompts = held_out_prompts(store, options.prompts, longest, "--features", "lower --new-tokens")
     fitted, judged = (decode(drafter, prompts[half::2], options) for half in (0, 1))
     if (least := min(len(fitted.accepted), len(judged.accepted))) < FEWEST:

@@ -23,8 +23,18 @@ MOST_SECONDS = 480.0  # the other ranks wait idle meanwhile
 
 def tau_prompts(config: TrainConfig, target: PretrainedConfig, store: Source) -> list[list[int]]:
     """``config.tau_prompts`` prompts that leave room for an answer of ``tau_new_tokens``; raises ValueError if none."""
-    limit = getattr(target, "max_position_embeddings", None) or 1 << 30
-    return held_out_prompts(store, config.tau_prompts, limit - config.tau_new_tokens)
+    context = getattr(target, "max_position_embeddings", None) or 1 << 30
+    return held_out_prompts(store, config.tau_prompts, room("tau_new_tokens", config.tau_new_tokens, context))
+
+
+def room(key: str, new_tokens: int, context: int) -> int:
+    """Tokens of the longest prompt before an answer of ``new_tokens``; raises ValueError, with ``key``, if none."""
+    if new_tokens >= context:
+        raise ValueError(
+            f"{key} is {new_tokens:,}, and the context has {context:,} tokens, the prompt's included; give at most "
+            f"{context - 1:,}"
+        )
+    return context - new_tokens
 
 
 def held_out_prompts(
