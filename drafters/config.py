@@ -28,7 +28,9 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # libraries and servers take the
 
 
 def _engine(name: object) -> object:
-    return "stock" if name == "eager" else name  # its former name
+    if name == "eager":
+        raise ValueError("this engine is now called stock; set engine: stock")
+    return name
 
 
 Engine = Annotated[Literal["graphs", "fused", "stock"], BeforeValidator(_engine)]

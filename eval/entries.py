@@ -25,7 +25,7 @@ PYTHONS = {
 }
 # Engine's method -> its required key.
 HEADS = dict.fromkeys(("eagle", "eagle3", "dflash", "dspark"), "checkpoint")
-NEEDS = {"draft_model": "draft_model"} | HEADS | {"ours": "ours"}
+NEEDS = {"draft_model": "draft_model"} | HEADS
 
 
 def _check_odd(count: int) -> int:
@@ -148,15 +148,12 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "sglang", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "dspark", "ours"] = "plain"
+    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "dspark"] = "plain"
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository, for method draft_model")
     checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3, DFlash or DSpark head; exported first")
-    ours: dict[str, Any] | None = Field(
-        None, description="for method ours: drafter and options that run inside vLLM, see drafters/vllm_proposer.py"
-    )
     gguf: Path | None = Field(None, description="llama.cpp's model: the target as a GGUF file")
     gguf_type: Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"] | None = Field(
         None, description="llama.cpp first converts the file to this type; None: no conversion"
@@ -197,7 +194,7 @@ class EngineEntry(Config):
             raise ValueError(
                 f"{self.label}: gguf, gguf_type and repack are options of llama_cpp; {self.engine} loads the target"
             )
-        unserved = {"vllm": ("dspark",), "sglang": ("prompt_lookup", "ours")}
+        unserved = {"vllm": ("dspark",), "sglang": ("prompt_lookup",)}
         if self.method in unserved.get(self.engine, ()):
             raise ValueError(f"{self.label}: there is no method {self.method} for {self.engine} (docs/engines.md)")
         if self.min_ngram > self.max_ngram:

@@ -51,9 +51,6 @@ PARTS = [
          _lines(f"{_TRAINING},vocab=32000,heads=32,kv_heads=32,intermediate=11008"), "throughput.json", 200),
     Section("train-128k", "training beside the plain formulation: a vocabulary of 128k",
          _lines(f"{_TRAINING},vocab=128256,heads=32,kv_heads=8,intermediate=14336"), "throughput.json", 240),
-    Section("dump", "writing features beside the bare target",
-         _lines(_CORPUS, f"python -m data_prep.throughput {_FEATURES} limit=2000 --out {{out}}/dump.json"),
-         "dump.json", 180),
     Section("speed", "the shipped models, every method, greedy and sampled",
          _lines(_CORPUS, "python -m eval.speed --config configs/speed/stdlib.yaml target.device=cuda prompts.count=8 "
                          "out={out}"), "report.json", 420),
@@ -127,7 +124,6 @@ GOALS = [
     Goal("train-7b", "tokens/s over the plain formulation", lambda f: f["ratio"]),
     Goal("train-128k", "tokens/s over the plain formulation at a vocabulary of 128k", lambda f: f["ratio"], 1.5),
     Goal("train-128k", "peak memory, of the plain formulation's", lambda f: f.get("peak_ratio"), 1 / 3, False),
-    Goal("dump", "dump, of the bare target's tokens/s", lambda f: f["ratio"], 0.90, form=_SHARE),
     Goal("speed", "divergences of lossless methods that no tie explains", _unexplained, 0, False, _WHOLE),
     Goal("speed", "the fastest lossless method over plain decoding, greedy", _fastest),
     Goal("fused", "plain decoding without graphs, tokens/s", _SPEED, form="{:.1f}"),

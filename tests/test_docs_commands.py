@@ -37,7 +37,7 @@ def commands() -> list[tuple[str, str]]:
 
 def ours(line: str) -> tuple[str, list[str]] | None:
     """The module that a command runs, and its arguments."""
-    words = [word for word in shlex.split(LAUNCHER.sub("", line), comments=True) if word not in ("[--verify]",)]
+    words = [word for word in shlex.split(LAUNCHER.sub("", line), comments=True) if word != "[--verify]"]
     while words and re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
     if words[:1] == ["python"]:
@@ -52,7 +52,7 @@ def ours(line: str) -> tuple[str, list[str]] | None:
 
 def config_of(module: str) -> str:
     """A shipped config for a program, where a page says F."""
-    room = {"data_prep.features": "features", "data_prep.throughput": "features", "data_prep.regenerate": "regenerate"}
+    room = {"data_prep.features": "features", "data_prep.regenerate": "regenerate"}
     return f"configs/{room[module]}/stdlib.yaml"
 
 

@@ -10,8 +10,6 @@ import gpu_exact
 import pytest
 from simulated_cuda import simulated_cuda
 
-import data_prep.extraction.throughput
-import data_prep.throughput
 import eval.gpu
 import eval.roofline
 import eval.speed
@@ -30,7 +28,6 @@ EXAMPLES = {
     "roofline": RESULTS / "roofline-llama-500m.json",
     "fused": RESULTS / "roofline-llama-25m.json",
     "train-7b": RESULTS / "train-throughput-eagle.json",
-    "dump": RESULTS / "dump-bf16.json",
     "speed": RESULTS / "exactness-float32" / "report.json",
 }
 
@@ -55,7 +52,6 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     steps = {
         "eval.roofline": "eval.rooflines.page.measure_and_write",
         "eval.speed": "eval.report.speed.measure_and_report",
-        "data_prep.throughput": "data_prep.extraction.throughput.run",
         "train.throughput": "train.bench.report.measure",
     }
     for name, step in steps.items():
@@ -63,7 +59,6 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(FeaturesConfig, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
     programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
-    programs["data_prep.throughput"] = data_prep.throughput
     line = [word.replace("{out}", str(tmp_path)) for word in part.commands[-1]]
     if line[1] == "-m":
         prompts = tmp_path / "prompts.jsonl"

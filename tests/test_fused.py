@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from conformance import prompt
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from drafters import TargetModel
@@ -170,6 +170,8 @@ def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: in
 
 
 def test_the_former_name_of_stock() -> None:
-    """Catches configs and scripts of before that no longer run."""
-    assert TypeAdapter(Engine).validate_python("eager") == "stock"
-    assert TargetModel(tiny.build("llama"), engine="eager").engine == "stock"  # type: ignore[arg-type]
+    """Catches an old config that is refused without the word to type."""
+    with pytest.raises(ValidationError, match="now called stock; set engine: stock"):
+        TypeAdapter(Engine).validate_python("eager")
+    with pytest.raises(ValueError, match="engine is 'eager'; give graphs, fused or stock"):
+        TargetModel(tiny.build("llama"), engine="eager")  # type: ignore[arg-type]

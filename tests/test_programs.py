@@ -31,7 +31,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "eval.engines": SPEED | {"engines": [{"label": "vLLM", "engine": "vllm"}]},
     "eval.tune": SPEED | {"temperatures": [0.0], "knobs": {"max_draft": [2, 4]}},
     "data_prep.features": FEATURES,
-    "data_prep.throughput": FEATURES,
     "data_prep.regenerate": {"target": TARGET, "source": "prompts.jsonl", "out": "new.jsonl"},
     "data_prep.magpie": {"target": TARGET, "out": "asked.jsonl", "count": 4},
     "train.throughput": TRAIN,
@@ -106,10 +105,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),
         (["splits.train=none.jsonl"], "no data file at none.jsonl"),
-    ],
-    "data_prep.throughput": [
-        (["target=/none/x"], NO_FOLDER),
-        (["--rounds", "0"], "--rounds: must be a whole number of at least 1"),
     ],
     "data_prep.regenerate": [
         (["source=none.jsonl"], "no data file"),
@@ -188,7 +183,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
 # How a program is told where to write, by its name: a file, or a folder.
 FILES_WRITTEN = {
     "data_prep.datastore": ["prompts.jsonl", "--target", TARGET, "--out", "{}.safetensors"],
-    "data_prep.throughput": ["--out", "{}"],
     "data_prep.regenerate": ["out={}"],
     "data_prep.magpie": ["out={}"],
     "train.throughput": ["--out", "{}"],

@@ -22,7 +22,6 @@ import data_prep.gguf
 import data_prep.inspect
 import data_prep.magpie
 import data_prep.regenerate
-import data_prep.throughput
 import drafters.chat
 import drafters.convert
 import drafters.export

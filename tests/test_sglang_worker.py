@@ -121,9 +121,9 @@ def test_the_draft_vocabulary_is_handed_over(tmp_path: Path) -> None:
     assert (found["speculative_num_steps"], found["speculative_num_draft_tokens"]) == (4, 5)
 
 
-@pytest.mark.parametrize(("engine", "method"), [("vllm", "dspark"), ("sglang", "prompt_lookup"), ("sglang", "ours")])
+@pytest.mark.parametrize(("engine", "method"), [("vllm", "dspark"), ("sglang", "prompt_lookup")])
 def test_methods_that_an_engine_lacks_are_refused(engine: str, method: str) -> None:
     """Catches a row that fails after the models are loaded."""
-    given = {"dspark": {"checkpoint": "c"}, "ours": {"ours": {"drafter": "suffix"}}}.get(method, {})
+    given = {"dspark": {"checkpoint": "c"}}.get(method, {})
     with pytest.raises(ValueError, match=f"there is no method {method} for {engine}"):
         EngineEntry.model_validate({"label": "E", "engine": engine, "method": method, **given})

@@ -7,8 +7,6 @@ With ``--config``: DeepSpeed's optimizer and a run's store, which our side reads
 one file per dialogue. With ``--shape``: AdamW on float32 masters and random features, in memory, of dialogues of
 ``--dialogue-lengths`` (``realistic``, or a store's folder). Both sides share module, optimizer and dialogues. tokens/s
 does not count padding.
-
-``--config F --verify`` measures the cost of ``verify: true``: every round of one side checks the shards again.
 """
 
 import argparse
@@ -32,7 +30,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandLine("train.throughput", __doc__, overrides="batch_tokens=8192")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", help="YAML of a training run with a feature store")
-    parser.add_argument("--verify", action="store_true", help="with --config: our side, with and without checksums")
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")
     parser.add_argument("--method", choices=trained_methods(), help="default: by the config's keys, or eagle")
     parser.add_argument("--tokens", type=positive, default=8192, help="with --shape: tokens of an optimiser step")

@@ -1,4 +1,4 @@
-"""Write the feature stores of all splits, for data_prep.features and data_prep.throughput."""
+"""Write the feature stores of all splits, for data_prep.features."""
 
 import contextlib
 import functools

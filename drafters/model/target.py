@@ -78,7 +78,6 @@ class TargetModel:
         quantize: Quantization | None = None,
         capture_only: bool = False,
     ) -> None:
-        engine = "stock" if str(engine) == "eager" else engine  # its former name
         self.model: Any = model.eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
         self.name = name or model.config.name_or_path or type(model).__name__
@@ -324,8 +323,10 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
     """Choose what runs a model; graphs are captured of it later.
 
     Raises:
-        ValueError: its layers cannot be fused though that was asked for, or cannot verify a tree.
+        ValueError: unknown engine; its layers cannot be fused though that was asked for, or cannot verify a tree.
     """
+    if engine not in (None, "graphs", "fused", "stock"):
+        raise ValueError(f"engine is {engine!r}; give graphs, fused or stock")
     if engine != "stock":
         reasons = [found for layer in decoder_layers(body_of(model)) if (found := why_not(layer, model.config))]
         if method := quantisation(model.config):

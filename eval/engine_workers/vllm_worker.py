@@ -29,7 +29,6 @@ class VLLM:
         if speculative := speculation(job):
             # Report drafted and accepted tokens of every verification.
             options = {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
-            options |= {"additional_config": {"drafter": job["ours"]}} if job["method"] == "ours" else {}
         self._drafts = bool(options)
         self._engine = vllm.LLM(
             model=job["target"],
@@ -90,8 +89,6 @@ def speculation(job: dict[str, Any]) -> dict[str, Any] | None:
     if method == "prompt_lookup":
         ngrams = {"prompt_lookup_min": job["min_ngram"], "prompt_lookup_max": job["max_ngram"]}
         return {"method": "ngram", **tokens, **ngrams}
-    if method == "ours":
-        return {"method": "custom_class", "model": "drafters.vllm_proposer.Proposer", **tokens}
     return {"method": method, "model": job["drafter"], **tokens}
 
 

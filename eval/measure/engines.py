@@ -118,7 +118,7 @@ class Engines:
             shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have exported an older head
             export(entry.checkpoint, entry.engine, folder, chosen.path)
             drafter = str(folder)  # always the same name: vLLM finds its compiled code by it
-        own = {"method", "gamma", "min_ngram", "max_ngram", "ours", "gguf_type", "repack"}
+        own = {"method", "gamma", "min_ngram", "max_ngram", "gguf_type", "repack"}
         return {
             **entry.model_dump(mode="json", include=own),
             "target": _absolute(chosen.path),

@@ -23,10 +23,9 @@ from train.bench.reference import pad, plain_batches, plain_loss_sum, write_samp
 from train.core.config import TrainConfig
 from train.core.engine import Engine, start
 from train.core.optimizer import MasterAdamW, exact_buffers
-from train.core.runtime import ALONE, dtype_of
+from train.core.runtime import dtype_of
 from train.core.task import Task, make_task
 from train.data.packing import Batch, Position, TrainData, collate, epoch_batches, split_evenly
-from train.data.shard_check import ShardCheck
 from train.preflight.estimate import RandomStore, meta_ends
 from train.run.inputs import open_inputs
 from train.watch.flops import TrainingCost, peak_tflops, training_cost
@@ -34,6 +33,7 @@ from train.watch.flops import TrainingCost, peak_tflops, training_cost
 # Log-normal, cut at 2,048. Its mean fits the known size of EAGLE's ShareGPT features: 0.7 TB, 8 KB per token, 68,000
 # dialogues.
 REALISTIC = {"mu": 7.2, "sigma": 1.0, "shortest": 16, "longest": 2048}
+SIDES = ("ours", "plain")  # "plain" is trained by the plain formulation
 ANSWERS = 0.75  # share of a random dialogue's tokens that belong to answers, its last ones
 
 
@@ -64,15 +64,14 @@ class Bench:
     # Side and number of a round -> its optimiser steps, each a list of micro-batches.
     batches: Callable[[str, int], Generator[list[Batch], None, None]]
     what: dict[str, Any]  # facts for the report
-    sides: tuple[str, str] = ("ours", "plain")  # "plain" is trained by the plain formulation
 
     def run(self, rounds: int, progress: Any) -> tuple[dict[str, list[Round]], dict[str, str]]:
         """Alternate between the sides, after a round of warm-up; return their rounds, and who had too little memory."""
-        done: dict[str, list[Round]] = {name: [] for name in self.sides}
+        done: dict[str, list[Round]] = {name: [] for name in SIDES}
         failed: dict[str, str] = {}
         cost = training_cost(self.task)
         for number in range(rounds + 1):
-            for name in self.sides if number % 2 else reversed(self.sides):
+            for name in SIDES if number % 2 else reversed(SIDES):
                 if name in failed:
                     continue
                 try:
@@ -141,23 +140,19 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
             f"an epoch of {config.features} has {len(plan)} batches of {config.batch_tokens} tokens, fewer than "
             f"{arguments.rounds + 1} rounds; lower --rounds or batch_tokens"
         )
-    if not arguments.verify:
-        write_samples(store, sorted({index for batch in plan for index in batch}), folder)
+    write_samples(store, sorted({index for batch in plan for index in batch}), folder)
 
     def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
         if name == "plain":
             part = plan[number * steps : (number + 1) * steps]
             yield from plain_batches(part, data, folder, arguments.workers)
             return
-        data.check = check = ShardCheck([store] if name == "verified" else [], ALONE, engine.device)
-        with closing(check), closing(data.steps(Position(0, number * steps))) as stream:
+        with closing(data.steps(Position(0, number * steps))) as stream:
             for _ in range(steps):
                 yield next(stream).batches
-            check.wait(print)  # as a run does before a checkpoint
 
     what = {"steps_a_round": steps, "optimizer": "DeepSpeed's", "store_bytes": store.manifest.size}
-    compared = ("verified", "unverified") if arguments.verify else ("ours", "plain")
-    return Bench(task, engine, engine.device, batches, what, compared)
+    return Bench(task, engine, engine.device, batches, what)
 
 
 def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[str, int]) -> Bench:
@@ -232,7 +227,7 @@ def measure(config: TrainConfig, shape: dict[str, int] | None, arguments: argpar
         with Bar(total=2 * (arguments.rounds + 1), unit="round") as progress:
             done, failed = bench.run(arguments.rounds, progress)
     peak = arguments.peak_tflops or peak_tflops(bench.device)
-    result: dict[str, Any] = {"sides": list(done)}
+    result: dict[str, Any] = {"sides": list(SIDES)}
     result |= {name: figures(rounds, failed.get(name), peak) for name, rounds in done.items()}
     first, second = done.values()
     ratios = [one.tokens_per_second / other.tokens_per_second for one, other in zip(first, second, strict=False)]
