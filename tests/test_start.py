@@ -28,8 +28,9 @@ from drafters.config import validate
 from drafters.methods import drafter_class
 from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
 from train.configs import StartConfig, schema_of
-from train.plan.configs import mask_token, page_text, values_of
+from train.plan.configs import Noted, mask_token, page_text, values_of
 from train.plan.facts import Data, Machine, Model, Rates, look_at_model
+from train.plan.shares import check_minutes, compared_methods, fixed_steps
 from train.plan.steps import Plan, Planner
 from train.plan.write import script
 
@@ -205,6 +206,84 @@ def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp
         assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
     with pytest.raises(ValueError, match=r"--minutes 2: starting .* take [\d.]+ of them here, .* give at least \d"):
         plan(model, monkeypatch, tmp_path, minutes=2)
+
+
+def known(**changes: Any) -> Rates:
+    """A machine's rates."""
+    return replace(Rates(100.0, 800.0, 64, 50.0, 5000.0, 10.0, 10**8, 300.0), **changes)
+
+
+DATA = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
+
+
+def test_the_fixed_steps_by_hand(model: Model) -> None:
+    """Catches a start, a row of the report, the held-out prompts or a precision of the lossless test that is left out.
+
+    In 100 minutes at 100 tokens/s: five rows of 96 tokens, of which 8% would be 100 prompts and 20 are the most. 12%
+    are 720 s of 300 tokens/s, of which 2 x 8 x 64 go to greedy texts; 512 sampled texts of 32 tokens are the most.
+    """
+    answer = replace(model, answer=256)
+    found = fixed_steps(6000.0, "eagle", answer, DATA, known())
+    assert compared_methods(drafter_class("eagle")) == 5
+    assert (found.prompts, found.begun, found.texts) == (20, 8, 512)
+    assert found.report == 10 + 5 * 20 * 96 / 100 and found.tune == 0.0
+    assert found.certificate == pytest.approx(2 * 10 + (2 * 8 * 64 + 512 * 32) / 300)
+    assert found.others == 2 * 1.0 + 4 * 10
+    assert found.seconds == found.report + found.certificate + found.others
+    asked = fixed_steps(6000.0, "eagle", answer, replace(DATA, asking=0.1), known(exact=None))
+    assert (asked.certificate, asked.others) == (0.0, 2 * 1.0 + 5 * 10)
+    few = fixed_steps(60.0, "kangaroo", answer, None, known(exact=20.0))  # held-out dialogues: eight at least
+    assert (few.prompts, few.begun, few.texts) == (4, 4, 64)
+    knobs = drafter_class("kangaroo").recipe.knobs
+    assert few.tune == 10 + (sum(map(len, knobs.values())) + 2) * 4 * 96 / 100
+
+
+@pytest.mark.parametrize("rates", [known(), known(one=3.0), known(exact=11.0, start=47.0), known(exact=None, one=0.7)])
+def test_the_minutes_that_are_asked_for_suffice(rates: Rates, model: Model) -> None:
+    """Catches a number of minutes that is refused in turn, because its report is longer."""
+    settings = {"target": "t", "out": "o", "minutes": 1}
+    with pytest.raises(ValueError, match=r"--minutes 1: starting .* take [\d.]+ of them .* give at least \d+") as told:
+        check_minutes(validate(StartConfig, settings, "test"), model, DATA, rates)
+    enough = int(str(told.value).split()[-1])
+    check_minutes(validate(StartConfig, settings | {"minutes": enough}, "test"), model, DATA, rates)
+    seconds = fixed_steps(60 * (enough - 1), "eagle", model, DATA, rates).seconds
+    assert seconds > 0.8 * 60 * (enough - 1)
+
+
+def test_too_few_minutes_are_refused_at_once(
+    target_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches minutes of measuring before it is said that the time is too short: for the programs' starts, which are
+    known before the target is loaded, and for the lossless test, which is known before the target answers."""
+    given = ["--target", str(target_folder), "--data", str(data), "--out", str(tmp_path / "mine")]
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise AssertionError("too late")
+
+    told = r"of them here, by what is known before all is measured, .* give at least \d+"
+    monkeypatch.setattr("train.plan.rates.some_prompts", refuse)
+    monkeypatch.setattr("train.plan.rates.exact_rate", lambda *given: 0.1)
+    with pytest.raises(ValueError, match=told):
+        train.start.main([*given, "--minutes", "300"])
+    monkeypatch.setattr("train.plan.write.measure", refuse)
+    with pytest.raises(ValueError, match=told):
+        train.start.main([*given, "--minutes", "0.01"])
+    assert not (tmp_path / "mine").exists()
+
+
+def test_names_go_into_a_script(model: Model, target_folder: Path, tmp_path: Path) -> None:
+    """Catches a name with a line break, whose second line the shell would run, and a folder whose name it would
+    expand."""
+    given = {"target": str(target_folder), "data": "d", "out": "o"}
+    for key in given:
+        with pytest.raises(ValueError, match=f"{key}: has a line break"):
+            validate(StartConfig, given | {key: "a\ntouch b"}, "the command line")
+    last = script(Plan(report="runs/$(touch x)/speed/report.md"), ["python"]).splitlines()[-1]
+    said = subprocess.run(["bash", "-c", last], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said.endswith("finished: runs/$(touch x)/speed/report.md\n") and not (tmp_path / "x").exists()
+    assert page_text("t", "c", {"a": Noted(1, "b\nc: 2")}).splitlines()[2:] == [
+        "a: 1                            # b c: 2"
+    ]
 
 
 def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -333,8 +333,15 @@ class StartConfig(Config):
     data: str | None = None
     out: Path
     method: str = "eagle"
-    minutes: float = Field(120, gt=0, allow_inf_nan=False, description="of all steps together")
+    minutes: float = Field(120, gt=0, le=1_000_000, description="of all steps together")
     hub: str | None = Field(None, description="repository that the drafter is pushed to")
+
+    @field_validator("target", "data", "out")
+    @classmethod
+    def _is_one_line(cls, name: str | Path | None) -> str | Path | None:
+        if any(not one.isprintable() for one in str(name)):
+            raise ValueError("has a line break or a character that is not printed, and goes into a script; rename it")
+        return name
 
     @field_validator("hub")
     @classmethod

@@ -34,7 +34,7 @@ def page_text(title: str, command: str, page: Page) -> str:
     lines = [f"# {title}", f"#   {command}"]
     for key, value in values_of(page).items():
         line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
-        lines.append(f"{line:<32}# {page[key].reason}" if isinstance(page[key], Noted) else line)
+        lines.append(f"{line:<32}# {' '.join(page[key].reason.split())}" if isinstance(page[key], Noted) else line)
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,6 @@
 """Measure the target's speed on this machine in the steps of the plan, for about a minute."""
 
+import math
 import time
 from itertools import cycle, islice
 from statistics import mean
@@ -17,14 +18,16 @@ from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
 from drafters.config import validate
 from drafters.loop.acceptance import FEW_ROWS
 from drafters.loop.refill import Refilled
+from drafters.model.files import collect_memory
 from train.configs import StartConfig
 from train.plan.configs import FORWARD, magpie, values_of
 from train.plan.facts import Data, Machine, Model, Rates, answer_spans
+from train.plan.shares import CERTIFIED, check_minutes
 
 ROWS = 64  # most dialogues answered in parallel
 QUESTIONS = 32  # usable questions in a sample, from at most three times as many
 IMPORTS = time.time() - psutil.Process().create_time()  # seconds of this program's imports
-CERTIFIED, CHAIN = 16, 3  # texts in a batch of eval.lossless (half of them in batches of FEW_ROWS); draft length
+CHAIN = 3  # tokens of a draft
 PROMPT, TIMED = 128, 16  # tokens of the prompt and of the continuation in timed decoding
 MOST = 60.0  # most seconds of timed answering
 FEWEST_ANSWERS = 32
@@ -36,23 +39,28 @@ def measure(start: StartConfig, model: Model, machine: Machine, data: Data | Non
     Without ``data`` they are as many as the target can ask and answer in the minutes of ``start``.
 
     Raises:
-        ValueError: an unsupported target, too little memory, or no usable prompt.
+        ValueError: an unsupported target, too little memory, too few minutes, or no usable prompt.
     """
     room = machine.memory // 4 // (model.cache_bytes * model.longest)
     rows = max(1, min(ROWS, 1 << max(room, 1).bit_length() - 1))
     gpus = max(1, machine.gpus)
     disable_progress_bar()
+    # What takes seconds to measure, before what takes minutes.
+    tokens = min(PROMPT, model.longest - model.answer)
+    greeting = model.chat.tokenizer.encode("Hello, how are you?", add_special_tokens=False)
+    same = (greeting * tokens)[:tokens]
+    exact = exact_rate(model, same)
+    collect_memory()
     began = time.perf_counter()
     target = TargetModel.from_pretrained(model.name, machine.dtype, cache_tokens=(rows, model.longest))
     seconds = IMPORTS + time.perf_counter() - began
+    plain, new = make_drafter("autoregressive", target), min(TIMED, model.answer)
+    decoded(target, plain, [same], new)  # the first forwards build kernels
+    one = decoded(target, plain, [same], new)
+    check_minutes(start, model, data, unmeasured(one, seconds, exact), so_far=True)
     began = time.perf_counter()
     prompts = asked(target, model, rows) if data is None else some_prompts(model, data)
     asking = (time.perf_counter() - began) / len(prompts) / gpus  # per question, if the target asks
-    tokens = min(PROMPT, model.longest - model.answer)
-    same = [(ids * tokens)[:tokens] for ids in (prompts * rows)[:rows]]  # of equal length
-    plain, new = make_drafter("autoregressive", target), min(TIMED, model.answer)
-    decoded(target, plain, same[:1], new)  # the first forwards build kernels
-    one = decoded(target, plain, same[:1], new)
     question = mean(map(len, prompts))
     if data is not None and data.own:
         many, answer, length = one, float(model.answer), max(2, round(data.tokens / data.dialogues))
@@ -62,10 +70,15 @@ def measure(start: StartConfig, model: Model, machine: Machine, data: Data | Non
     prefill = prefilled(target, length)
     weights = sum(each.nbytes for each in target.model.parameters())
     del target, plain
-    rates = Rates(one, gpus * many, rows, answer, gpus * prefill, seconds, weights, exact_rate(model, same))
+    rates = Rates(one, gpus * many, rows, answer, gpus * prefill, seconds, weights, exact)
     if data is None:
         return rates, to_be_asked(start, question, asking, rates)
     return rates, data if data.own else data.answered(answer, model)
+
+
+def unmeasured(one: float = math.inf, start: float = IMPORTS, exact: float | None = None) -> Rates:
+    """Rates of which the others are not known, and taken as infinite."""
+    return Rates(one, math.inf, 0, 0.0, math.inf, start, 0, exact)
 
 
 def asked(target: TargetModel, model: Model, rows: int) -> list[list[int]]:
@@ -153,13 +166,13 @@ def prefilled(target: TargetModel, length: int) -> float:
     return block.numel() / min(seconds)
 
 
-def exact_rate(model: Model, prompts: list[list[int]]) -> float | None:
-    """Tokens/s of decoding and judging in float32, as in eval.lossless; None: too little memory."""
+def exact_rate(model: Model, prompt: list[int]) -> float | None:
+    """Tokens/s of decoding and judging in float32 after ``prompt``, as in eval.lossless; None: too little memory."""
     try:
         target = TargetModel.from_pretrained(model.name, "float32", cache_tokens=(CERTIFIED, model.longest))
     except ValueError:
         return None
-    some = (prompts * CERTIFIED)[:CERTIFIED]
+    some = [prompt] * CERTIFIED
     # The drafter does not exist yet: prompt lookup with chains of the same length replaces it.
     chain = make_drafter("prompt_lookup", target, gamma=CHAIN, min_ngram=1)
     sizes = [decoded(target, chain, each, min(TIMED, model.answer), 1.0) for each in (some[:FEW_ROWS], some)]

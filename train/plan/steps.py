@@ -63,7 +63,7 @@ class Planner:
 
     def __init__(self, model: Model, data: Data, machine: Machine, rates: Rates, settings: StartConfig) -> None:
         self.model, self.data, self.machine, self.rates = model, data, machine, rates
-        self.method, self.minutes, self.hub = settings.method, settings.minutes, settings.hub
+        self.settings, self.method, self.hub = settings, settings.method, settings.hub
         self.out, self.plan = str(settings.out), Plan()
         folder = f"{self.out}/split" if data.own else f"{self.out}/answers"
         self.files = {split: f"{folder}/{split}.jsonl" for split in ("train", "heldout")}
@@ -88,8 +88,7 @@ class Planner:
         """The whole plan."""
         trial, _ = self.training(1.0, online=False)
         self.rate = self.training_rate(trial)
-        given = self.minutes, self.model, self.data, self.rates, self.rate, self.recipe, len(self.rows)
-        self.shares = share_out(*given)
+        self.shares = share_out(self.settings, self.model, self.data, self.rates, self.rate)
         hidden, taps = self.model.config.hidden_size, list(trial.taps)
         sizes = {kind: self.shares.tokens * token_bytes(hidden, len(taps), kind) for kind in ("bfloat16", "int8")}
         store = next((kind for kind, size in sizes.items() if size <= SPARE_DISK * self.machine.disk), None)

@@ -17,7 +17,8 @@ from drafters.model.ends import load_frozen_ends
 from train.configs import START_FACTS, START_SCRIPT, StartConfig
 from train.plan.configs import page_text
 from train.plan.facts import Machine, Model, Rates, look_at_data, look_at_machine, look_at_model
-from train.plan.rates import measure
+from train.plan.rates import measure, unmeasured
+from train.plan.shares import check_minutes
 from train.plan.steps import Plan, Planner
 
 
@@ -40,6 +41,7 @@ def write(config: StartConfig, command: list[str], run: bool) -> None:
         whose = "the target's own answers" if data.own else "others' answers: the target will give its own"
         size = f"{data.turns:,} turns, about {data.tokens / 1e6:,.2f}M tokens"
         console.print(f"{config.data}: {data.read}; {size}; {whose}")
+    check_minutes(config, model, data, unmeasured(), so_far=True)
     console.print(f"this machine: {place(machine)}; measuring")
     rates, data = measure(config, model, machine, data)
     if data.asking is not None:
@@ -116,7 +118,7 @@ def script(plan: Plan, command: list[str]) -> str:
             f"  touch {done}",
             "fi",
         ]
-    return "\n".join([*lines, "", f'echo "== $(date +%H:%M) finished: {plan.report}"', ""])
+    return "\n".join([*lines, "", f'echo "== $(date +%H:%M) finished:" {shlex.quote(plan.report)}', ""])
 
 
 def minutes(seconds: float) -> str:
