@@ -23,7 +23,7 @@ from eval.prompts.prompts import Prompt
 from eval.report.html import html
 from eval.report.rows import build as build_report
 from eval.report.rows import ending
-from eval.report.texts import make_texts, pieces, visible
+from eval.report.texts import make_texts, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
 SHOWN = "\u05e9\u05dc\u05d5\u05dd {{ 7 * 7 }} & \u202eenod\u202c \x00\x1b[31m\x7f\u200b\u2028" + "x" * 100_000
@@ -67,7 +67,7 @@ def report_of(text: str) -> str:
     known = described, "plain", [prompt]
     end = ending(facts(), *known, judged, [], make_texts(runs, *known, Letters(text)))
     end = json.loads(json.dumps(end))  # as it comes out of the journal
-    return html(build_report(end, runs), end["texts"], runs)
+    return html(build_report(end, runs), end["texts"])
 
 
 def facts() -> dict[str, Any]:
@@ -84,50 +84,49 @@ def facts() -> dict[str, Any]:
 
 
 class Seen(HTMLParser):
-    """The tags of a page, and the text in its scripts."""
+    """The tags of a page, and its text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[str] = []
-        self.scripts: list[str] = []
+        self.texts: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         self.tags.append(tag)
-        assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "srcset")]
-        self.scripts += [""] if tag == "script" else []
+        assert not [name for name, _ in attributes if name.startswith("on") or name in ("href", "srcset")]
+        assert all(value.startswith("data:image/png;") for name, value in attributes if name == "src")
 
     def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1] == "script" and self.scripts:
-            self.scripts[-1] += data
+        self.texts.append(data)
 
 
 def test_what_a_model_wrote_is_neither_obeyed_nor_lost() -> None:
-    """Catches an answer that ends the page's script, text that turns its neighbours round, and one that is cut."""
+    """Catches an answer that becomes a part of the page, text that turns its neighbours round, one that is cut, and a
+    page that fetches something."""
     page = report_of(HOSTILE + SHOWN)
     seen = Seen(page)
-    assert "img" not in seen.tags and seen.tags.count("script") == 2 and "http" not in re.sub(r"http-equiv", "", page)
+    assert not {"script", "a", "iframe"} & {*seen.tags} and "http" not in re.sub(r"http-equiv", "", page)
+    assert seen.tags.count("img") >= 2  # the charts
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u200b\u2028\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
-    data = json.loads(seen.scripts[0])
-    (prompt,) = data["prompts"]
-    by_kind = {output["kind"]: output for output in prompt["outputs"]}
-    assert "".join(by_kind["plain"]["rest"]) == visible(HOSTILE + SHOWN)
-    assert by_kind["lossy"]["same"] == len(HOSTILE + SHOWN) - 1 and by_kind["lossy"]["rest"] == ["<"]
-    assert by_kind["lossy"]["name"].endswith("(lossy)") and by_kind["lossy"]["parted"]["accepted"] is False
-    steps = by_kind["lossy"]["steps"]
-    assert sum(steps[::3]) == len(HOSTILE + SHOWN) - 1 and data["sources"] == ["lookup"]
+    text = "".join(seen.texts)
+    assert visible(HOSTILE + SHOWN) in text and "(lossy)" in text
+    assert f"T = 0, after {len(HOSTILE + SHOWN) - 1} tokens of plain decoding's:\n<" in text
 
 
-def test_the_pieces_are_the_text() -> None:
+def test_the_rest_of_an_output_is_its_text() -> None:
     """Catches halves of characters, and characters twice, where an output parts within one of several tokens."""
     tokenizer = load_tokenizer("checkpoints/stdlib-target").tokenizer
     text = "na\u00efve \u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f680 def f():\n    return 'x'"
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert "".join(pieces(tokenizer, ids)) == text and len(pieces(tokenizer, ids)) == len(ids) > len(text) // 2
-    for start in range(len(ids)):
-        rest = pieces(tokenizer, ids, start)
-        whole = tokenizer.decode(ids[:start]).rstrip("\ufffd")
-        assert len(rest) == len(ids) - start and whole + "".join(rest) == text
+    for same in range(len(ids)):
+        other = run_of("other", ids, [0] * (len(ids) - 1))
+        plain = run_of("plain", [*ids[:same], ids[same] + 1], [0] * same)
+        described = {"plain": {}, "other": {}}
+        (shown,) = make_texts([plain, other], described, "plain", [Prompt("p", None, [1])], tokenizer)["shown"]
+        (output,) = (one for one in shown["outputs"] if one["drafter"] == "other")
+        assert output["same"] == same
+        assert tokenizer.decode(ids[:same]).rstrip("\ufffd") + output["rest"] == text
 
 
 @pytest.fixture(scope="module")

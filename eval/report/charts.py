@@ -1,7 +1,5 @@
-"""The charts of a report, drawn by matplotlib: PNG files beside the pages, and SVG within ``report.html``."""
+"""The charts of a report, drawn by matplotlib."""
 
-import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +9,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from drafters.common.files import replacing
-from eval.report.tables import Row, kind, setting_of, shown_name
+from eval.report.tables import Row, at_settings, kind, shown_name
 from eval.report.texts import visible
 
 COLORS = {"own": "#3b6ea8", "lossy": "#c98a2b", "plain": "#9aa3ad", "other": "#5b8c6a"}
 PARTS = {"draft": "#3b6ea8", "verify": "#9aa3ad", "other": "#c98a2b"}  # of a step's time
 LONGEST_LABEL = 60  # characters
-rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False})
+rcParams["text.parse_math"] = False  # a dollar in a label is a dollar
 Line = tuple[str, list[tuple[float, float]]]  # a name and its points
-
-
-def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tuple[str, Row, list[Row]]]:
-    """Return for every temperature and batch size its title, plain decoding there, and the rows."""
-    baselines = report["baseline"]["temperatures"]
-    least = min(baseline["batch"] for baseline in baselines)
-    found = []
-    for baseline in baselines:
-        if not smallest_batch or baseline["batch"] == least:
-            name = "greedy" if baseline["temperature"] == 0 else f"temperature {baseline['temperature']:g}"
-            name += f", batch {baseline['batch']}" if baseline["batch"] > 1 else ""
-            found.append((name, baseline, [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]))
-    return found
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, replacing a file at once."""
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
-
-
-def svg(figure: Figure) -> str:
-    """Return a figure as SVG for an HTML page."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
-    drawn = re.sub(r'<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"', "", text.getvalue(), flags=re.S)
-    return drawn[drawn.index("<svg") :]
 
 
 def speedups(report: dict[str, Any]) -> Figure:

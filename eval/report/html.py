@@ -1,89 +1,100 @@
-"""``report.html``: one file without network access: charts, the page of ``report.md``, and the outputs as text.
+"""``report.html``: report.md rendered as HTML, with the charts and the outputs' texts, in one file.
 
-jinja2 escapes every value; before, ``visible`` writes out invisible characters.
+The page runs no script and fetches nothing. HTML and links in labels, prompts and outputs are shown as text.
 """
 
+import base64
+import io
+from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
-from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from eval.measure.runner import Run
 from eval.report import charts
 from eval.report.page import markdown
-from eval.report.remarks import warnings
-from eval.report.tables import kind, number, shown_name, speedup_with_interval
-from eval.report.texts import page_data, visible
+from eval.report.tables import at_settings, shown_name
+from eval.report.texts import visible
 
 Report = dict[str, Any]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { padding: .2em .7em; border-bottom: 1px solid #ddd; }
+img { max-width: 100%; }
+pre { white-space: pre-wrap; background: #f5f5f5; padding: .6em; }
+"""
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
 
 
-def html(report: Report, texts: dict[str, Any], runs: list[Run]) -> str:
-    """Return the page.
-
-    Args:
-        texts: prompts and outputs, see ``eval.report.texts``. runs: their steps colour the outputs.
-    """
-    facts = report["environment"]
-    return render(
-        "report.html",
-        title=f"Speed of drafters: {Path(facts['target']['name']).name}",
-        sentences=what_it_buys(report),
-        warnings=warnings(report),
-        charts=[(title, Markup(charts.svg(figure))) for title, figure in _figures(report) if figure is not None],
-        body=as_html(markdown(report)),
-        texts=page_data(report["rows"], texts, runs),
-        facts=facts,
-        config=yaml.safe_dump(facts["config"], sort_keys=False, allow_unicode=True, width=100),
-    )
+def html(report: Report, texts: dict[str, Any]) -> str:
+    """Return the page; ``texts``: prompts and outputs, see ``eval.report.texts``."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable(["link", "image", "autolink"])
+    title, line, rest = parser.render(visible(markdown(report))).partition("</h1>\n")
+    pictures = [picture(name, figure) for name, figure in _figures(report) if figure is not None]
+    name = visible(f"Speed of drafters: {Path(report['environment']['target']['name']).name}")
+    body = "\n".join([title + line, *pictures[:1], rest, *pictures[1:], *outputs(report, texts)])
+    return PAGE.format(policy=POLICY, title=escape(name), style=STYLE, body=body)
 
 
-def _figures(report: Report) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = [("Speedup over plain decoding in the same loop", charts.speedups(report))]
-    for title, _, rows in charts.at_settings(report, smallest_batch=True):
-        found.append((f"Tau against speed, {title}", charts.tau_against_speed(rows)))
-        found.append((f"Acceptance by position, {title}", charts.acceptance(rows)))
-    times = [(f"Time of a step, {at}", charts.step_times(rows)) for at, _, rows in charts.at_settings(report)]
-    return [*found, *times, ("Speed by batch size", charts.throughput(report))]
+def _figures(report: Report) -> list[tuple[str, Figure | None]]:
+    figures: list[tuple[str, Figure | None]] = [
+        ("Speedup over plain decoding in the same loop", charts.speedups(report))
+    ]
+    for title, _, rows in at_settings(report, smallest_batch=True):
+        figures.append((f"Tau against speed, {title}", charts.tau_against_speed(rows)))
+        figures.append((f"Acceptance by position, {title}", charts.acceptance(rows)))
+    times = [(f"Time of a step, {title}", charts.step_times(rows)) for title, _, rows in at_settings(report)]
+    return [*figures, *times, ("Speed by batch size", charts.throughput(report))]
 
 
-def render(template: str, **values: Any) -> str:
-    """Return a page of ``templates`` with every value escaped and visible."""
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    return (
-        Environment(loader=loader, autoescape=True, finalize=_finalize, **options).get_template(template).render(values)
-    )
+def picture(name: str, figure: Figure) -> str:
+    """Return a figure as PNG within the page."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110, bbox_inches="tight")
+    data = base64.b64encode(content.getvalue()).decode()
+    return f'<h2>{escape(visible(name))}</h2>\n<img alt="{escape(visible(name))}" src="data:image/png;base64,{data}">'
 
 
-def _finalize(value: Any) -> Any:
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+def outputs(report: Report, texts: dict[str, Any]) -> list[str]:
+    """Return each prompt with its outputs: plain decoding's text, and where and how the others leave it."""
+    names = {(row["drafter"], row["temperature"]): shown_name(row) for row in report["rows"]}
+    lines = ["<h2>Outputs</h2>"]
+    for prompt in texts["shown"]:
+        category = f" ({prompt['category']})" if prompt["category"] else ""
+        lines.append(f"<details><summary>{_text(prompt['id'] + category)}</summary>")
+        lines.append(f"<pre>{_text(prompt['prompt'])}</pre>")
+        for output in prompt["outputs"]:
+            name = names.get((output["drafter"], output["temperature"]))
+            if name is not None:  # not of a method that failed
+                lines += _output(f"{name}, T = {output['temperature']:g}", output["same"], "".join(output["rest"]))
+        lines.append("</details>")
+    if left_out := texts["prompts"] - len(texts["shown"]):
+        lines.append(f"<p>{left_out} more prompts are in measurements.jsonl.</p>")
+    return lines
 
 
-def as_html(page: str) -> Markup:
-    """Return a Markdown page of ours, without its title, with tables that a click sorts; HTML in it is escaped."""
-    _, _, text = page.partition("\n")
-    made = MarkdownIt("commonmark", {"html": False}).enable("table").render(visible(text))
-    made = made.replace("<table>", '<div class="scroll"><table class="sortable">')
-    return Markup(made.replace("</table>", "</table></div>"))
+def _output(name: str, same: int, rest: str) -> list[str]:
+    """Return one output; ``same``: number of its first tokens that are plain decoding's."""
+    if same and not rest:
+        return [f"<p>{_text(name)}: plain decoding's {same} tokens</p>"]
+    start = f", after {same} tokens of plain decoding's" if same else ""
+    return [f"<p>{_text(name)}{start}:</p>", f"<pre>{_text(rest)}</pre>"]
 
 
-def what_it_buys(report: Report) -> list[str]:
-    """Return a sentence per temperature and batch size: the fastest lossless method, with its interval."""
-    facts, found = report["environment"], []
-    place = f"{Path(facts['target']['name']).name} in {facts['quantize'] or facts['dtype']}"
-    for at, baseline, rows in charts.at_settings(report):
-        here = [row for row in rows if kind(row) == "own" and row["speedup"] is not None]
-        if not here:
-            found.append(f"{at.capitalize()}: no lossless method was measured beside plain decoding.")
-            continue
-        best = max(here, key=lambda row: row["speedup"])
-        speeds = [number(row["tokens_per_second"], 1) for row in (best, baseline)]
-        found.append(
-            f"{at.capitalize()}: the fastest lossless method, {shown_name(best)}, has a speedup of "
-            f"{speedup_with_interval(best)}: {' instead of '.join(speeds)} tokens/s from {place}."
-        )
-    return found
+def _text(text: str) -> str:
+    return escape(visible(text))

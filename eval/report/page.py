@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.report.remarks import statements, warnings
+from eval.report.remarks import fastest, statements, warnings
 from eval.report.sections import best_lines, columns_of, failed_cells, sections
 from eval.report.tables import (
     batch_line,
@@ -82,7 +82,7 @@ def markdown(report: dict[str, Any], picture: str | None = None) -> str:
     columns = columns_of(report)
     rows = [[cell(row) for cell in columns.values()] for row in report["rows"]]
     lines += table([*columns], [*rows, *(failed_cells(row, [*columns]) for row in report["failures"])])
-    lines += ["", *(f"- {line}" for line in statements(report))]
+    lines += ["", *(f"- {line}" for line in [*fastest(report), *statements(report)])]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", explanation(report)]
     for section in sections(report):

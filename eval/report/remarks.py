@@ -1,8 +1,19 @@
 """Sentences below a report's table: warnings, and statements about the baseline, loops, divergences and options."""
 
+from pathlib import Path
 from typing import Any
 
-from eval.report.tables import about_energy, in_batch, number, setting_of, shown_name, tail
+from eval.report.tables import (
+    about_energy,
+    at_settings,
+    in_batch,
+    kind,
+    number,
+    setting_of,
+    shown_name,
+    speedup_with_interval,
+    tail,
+)
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
@@ -32,6 +43,24 @@ def warnings(report: dict[str, Any]) -> list[str]:
                 f"{row['drafter']}{in_batch(row)} is lossless, but {count} of {row['prompts']} greedy outputs differ "
                 f"from plain decoding's by {fault}"
             )
+    return lines
+
+
+def fastest(report: dict[str, Any]) -> list[str]:
+    """Return a sentence per temperature and batch size: the fastest lossless method, with its interval."""
+    place = f"{Path(report['environment']['target']['name']).name}"
+    lines = []
+    for at, baseline, rows in at_settings(report):
+        lossless = [row for row in rows if kind(row) == "own" and row["speedup"] is not None]
+        if not lossless:
+            lines.append(f"{at}: no lossless method was measured beside plain decoding")
+            continue
+        best = max(lossless, key=lambda row: row["speedup"])
+        speeds = [number(row["tokens_per_second"], 1) for row in (best, baseline)]
+        lines.append(
+            f"{at}: the fastest lossless method, {shown_name(best)}, has a speedup of {speedup_with_interval(best)}: "
+            f"{' instead of '.join(speeds)} tokens/s from {place}"
+        )
     return lines
 
 

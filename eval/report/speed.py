@@ -156,6 +156,6 @@ def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], ou
     """
     replace_text(out / TABLE, as_csv(flat(report["rows"])))
     replace_text(out / PROMPTS, as_csv(in_report(end, runs)))
-    replace_text(out / HTML, html(report, end["texts"], runs))
+    replace_text(out / HTML, html(report, end["texts"]))
     save(speedups(report), out / PICTURE)
     say(console, ", ".join(str(out / name) for name in (HTML, PAGE, REPORT, PICTURE, TABLE, PROMPTS)))

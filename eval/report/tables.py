@@ -76,6 +76,19 @@ def setting_of(row: Row) -> str:
     return f"T = {row['temperature']:g}{in_batch(row)}"
 
 
+def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tuple[str, Row, list[Row]]]:
+    """Return for every temperature and batch size its title, plain decoding there, and the rows."""
+    baselines = report["baseline"]["temperatures"]
+    least = min(baseline["batch"] for baseline in baselines)
+    found = []
+    for baseline in baselines:
+        if not smallest_batch or baseline["batch"] == least:
+            name = "greedy" if baseline["temperature"] == 0 else f"temperature {baseline['temperature']:g}"
+            name += f", batch {baseline['batch']}" if baseline["batch"] > 1 else ""
+            found.append((name, baseline, [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]))
+    return found
+
+
 def in_batch(row: Row) -> str:
     """Return ``, batch 4``; nothing for batch 1."""
     return f", batch {row['batch']}" if row["batch"] > 1 else ""
