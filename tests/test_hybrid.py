@@ -11,11 +11,12 @@ import pytest
 import torch
 from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from rigged import Cycling, auto_eagle, by_length, eagle, goes_by, medusa, perturbed
+from rigged import Cycling, auto_eagle, by_length, dflash, dspark, eagle, eagle3, goes_by, medusa, perturbed
 from test_eagle import check_draft
 from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
+from drafters.config import UNSHIFTED
 from drafters.drafting.one_tree import overlaps, with_copies
 from drafters.drafting.retrieval import NOTHING, Copy
 from drafters.loop.state import DecodeState
@@ -23,6 +24,7 @@ from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter
 from drafters.methods.hybrid import HybridDrafter
 from drafters.methods.prompt_lookup import PromptLookupDrafter
+from drafters.model.cache import KVCache
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs
 
@@ -273,3 +275,55 @@ def test_a_head_catches_up_beside_a_finished_row(kind: str) -> None:
     drafter = by_match(target, head, Oracle.from_options(target))
     found = generate(target, drafter, prompts, max_new_tokens=new, eos_token_id=NO_EOS)
     assert conformance.rows_of(found) == answers
+
+
+@pytest.mark.parametrize("kind", ["eagle", "unshifted", "eagle3", "dflash", "dspark", "speculative"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_head_reads_many_copied_tokens_beside_a_longer_row(kind: str, ends: bool) -> None:
+    """Catches a read as wide as the row that copied most, for which the cache of the longest row has no room; also
+    where the row that copied most has ended. What the head reads in parts must be what it reads at once.
+    """
+    target, new = target_of("llama"), 60
+    heads: dict[str, Callable[[], Any]] = {
+        "eagle": lambda: eagle(target, None, "chain", depth=2),
+        "unshifted": lambda: eagle(target, None, "chain", depth=2, inputs=UNSHIFTED),
+        "eagle3": lambda: eagle3(target, None, "chain", depth=2),
+        "dflash": lambda: dflash(target, None, "chain", depth=2),
+        "dspark": lambda: dspark(target, None, "chain", depth=2),
+        "speculative": lambda: make_drafter("speculative", target, draft_model=perturbed(target, 0.3), gamma=2),
+    }
+    prompts = [[5] * 20, [7] * 20]
+    answers = [conformance.plain_greedy(target, ids, new) for ids in prompts]
+    eos = [next(token for token in answers[1][44:] if token not in answers[0] + answers[1][:44])] if ends else NO_EOS
+    answers[1] = answers[1][: answers[1].index(eos[0]) + 1] if ends else answers[1]
+
+    class Oracle(PromptLookupDrafter):
+        """Right for row 0 at first, then for none of the two, then for row 1."""
+
+        def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
+            done = [len(tokens) - 20 for tokens in state.tokens]
+            right = (row == 0 and done[0] < 40) or (row == 1 and done[0] > 46 and done[1] < (60 if ends else 44))
+            tokens = answers[row][done[row] : done[row] + 5][: max(state.room(row) - 1, 0)] if right else []
+            return Copy(tokens, list(range(-1, len(tokens) - 1)), [0.5] * len(tokens), 8 if tokens else 0)
+
+    head = heads[kind]()
+    drafter, widths, checked = by_match(target, head, Oracle.from_options(target)), [], []
+    at, propose = KVCache.at, head.propose
+
+    def noted(cache: KVCache, rows: int, offset: int = 0) -> KVCache:
+        if cache is head._cache:
+            widths.append(rows)
+        return at(cache, rows, offset)
+
+    def compared(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        if kind == "eagle" and not state.finished[0]:
+            check_draft(head, state, draft, 0)
+            checked.append(len(state.tokens[0]))
+        return draft
+
+    with mock.patch.object(KVCache, "at", noted), mock.patch.object(head, "propose", compared):
+        found = generate(target, drafter, prompts, max_new_tokens=new, eos_token_id=eos)
+    assert conformance.rows_of(found) == answers
+    wide = [width for width in widths[widths.index(43) + 1 :] if width > 12]
+    assert (wide == [] if ends else len(wide) == 2) and (kind != "eagle" or len(checked) > 4)

@@ -38,16 +38,43 @@ class PendingFeatures:
             rows = [[*range(count), *(width + row for row in new)] for count, new in pairs]
         self.features, self.counts = rows_of(features, rows), list(map(len, rows))
 
-    def take(self) -> tuple[Tensor, list[int]]:
-        """All pending features, and how many each batch row has; none are left."""
-        counts, self.counts = self.counts, [0] * len(self.counts)
-        return self.features, counts
+    def take(self, finished: list[bool], cache: KVCache) -> list[tuple[Tensor, list[int]]]:
+        """Return and clear the pending features of the unfinished rows, in parts that fit into ``cache``.
+
+        A part is features ``[B, R, H]``, and their number in each batch row. The last part ends every row.
+        """
+        counts = [0 if done else count for count, done in zip(self.counts, finished, strict=True)]
+        self.counts = [0] * len(counts)
+        parts = in_parts(counts, cache)
+        if len(parts) == 1:
+            return [(self.features[:, : max(counts)], counts)]
+        pending, begins = [], [0] * len(counts)
+        for part in parts:
+            ends = [begin + count for begin, count in zip(begins, part, strict=True)]
+            rows = [list(range(*pair)) for pair in zip(begins, ends, strict=True)]
+            pending.append((rows_of(self.features, rows), part))
+            begins = ends
+        return pending
 
     def replace(self, rows: list[int], other: "PendingFeatures") -> None:
         """Give ``rows`` the pending features of another batch's rows 0, 1, ..., which have one each."""
         for number, row in enumerate(rows):
             self.features[row, 0], self.counts[row] = other.features[number, 0], 1
         self.features = self.features[:, : max(self.counts)]
+
+
+def in_parts(counts: list[int], cache: KVCache) -> list[list[int]]:
+    """Split the ``counts`` of new tokens of each batch row into parts that fit into ``cache``, one after the other.
+
+    A forward has as many slots in every row as in the longest one. So a row near the end of the cache has no room
+    beside a row with many new tokens (hybrid). The last part holds the last tokens of every row.
+    """
+    most = max(counts)
+    if max(cache.lengths) + most <= cache.capacity:
+        return [counts]
+    most = cache.capacity - max(known + count for known, count in zip(cache.lengths, counts, strict=True))
+    later = range(0, max(counts), most)  # tokens of the longest row after each part, the last part first
+    return [[min(max(count - after, 0), most) for count in counts] for after in reversed(later)]
 
 
 class StateReader(LearnedDrafter):

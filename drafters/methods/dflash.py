@@ -175,7 +175,8 @@ class DFlashDrafter(StateReader):
         if depth < 1 or not plan.size:
             return state.nothing
         state.empty_finished(self._cache)
-        self._read(*self._pending.take())
+        for features, counts in self._pending.take(state.finished, self._cache):
+            self._read(features, counts)
         slots = self.slots(self._states(state), state)
         if self.given.tree == "tree":
             draft = grow_likeliest(slots, depth, self.top_k, self.given.nodes)

@@ -241,12 +241,15 @@ class EagleDrafter(StateReader):
         if depth < 1 or not self.plan.size:
             return state.nothing
         head.read(state.tokens)
-        features, counts = self._pending.take()
-        following = [row[len(row) - count :] for row, count in zip(state.tokens, counts, strict=True)]
-        if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
-            return grow_by_passes(self._one_call, head, self.plan, features[0], following[0], self._cache)
         state.empty_finished(self._cache)
-        predicted = self._read(features, following, state)  # [B, 1, H]
+        pending = self._pending.take(state.finished, self._cache)
+        if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
+            ((features, (count,)),) = pending
+            return grow_by_passes(self._one_call, head, self.plan, features[0], state.tokens[0][-count:], self._cache)
+        for features, counts in pending:
+            rows = zip(state.tokens, self._cache.lengths, counts, strict=True)
+            following = [tokens[known + 1 : known + 1 + count] for tokens, known, count in rows]
+            predicted = self._read(features, following, state)  # [B, 1, H]
 
         def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
             return self._extend(features, head.tokens(places), rows)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
+from drafters.drafting.pending import in_parts
 from drafters.drafting.tree_plan import chain_plan
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded
@@ -54,8 +55,10 @@ class SpeculativeDrafter(DraftModelDrafter):
         # The draft model first reads the root and, after full acceptance, the last draft token.
         state.empty_finished(self._cache)
         texts = zip(state.tokens, self._cache.lengths, state.finished, strict=True)
-        pending = [[] if done else row[known:] for row, known, done in texts]
-        rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
+        *before, counts = in_parts([0 if done else len(row) - known for row, known, done in texts], self._cache)
+        for part in before:
+            self._advance(self._unread(state, part), part)
+        rows = self._unread(state, counts)
         for _ in range(gamma):
             logits = self._advance(rows, counts)
             rows = self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None]
@@ -75,6 +78,11 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])
+
+    def _unread(self, state: DecodeState, counts: list[int]) -> Tensor:
+        """The next ``counts`` tokens ``[B, R]`` of each row that the draft model has not read."""
+        rows = zip(state.tokens, self._cache.lengths, counts, strict=True)
+        return padded([tokens[known : known + count] for tokens, known, count in rows], self.target.device)
 
     def _advance(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Run the draft model over the first ``counts[b]`` tokens of ``rows [B, R]``; logits ``[B, W]`` after them."""
