@@ -72,6 +72,17 @@ def test_greedy_is_stock_generates(family: str, options: dict[str, Any]) -> None
     torch.testing.assert_close(ours, stock)
 
 
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_text_may_begin_with_the_padding_token(mask: bool) -> None:
+    """Catches a text refused as padded though attention_mask says, or transformers decides, that all of it is text."""
+    drafter = speculative()
+    pad = drafter.target.config.pad_token_id
+    ids = torch.tensor([[pad, pad, 9, 5, 7], [8, 6, 9, 5, 7]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if mask else {"input_ids": ids}
+    stock, ours = both(drafter, given, pad_token_id=pad if mask else drafter.target.config.eos_token_id)
+    assert torch.equal(stock, ours)
+
+
 def test_trees_and_rows_one_at_a_time() -> None:
     """Catches the path to a node taken in a tree from its neighbour, and a batch that is decoded row by row
     and judged by the first row's text: here by the padding, and by what each may say."""

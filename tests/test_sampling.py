@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -37,8 +38,29 @@ def test_top_p_of_a_large_vocabulary(sharpness: float, top_k: int, monkeypatch: 
     found = Sampling(1.0, top_k, 0.95).probabilities(logits)
     most = int((found > 0).sum(-1).max())
     assert most < 256 if sharpness == 6 or top_k else 256 < most < 2048 if sharpness == 2.5 else most > 2048
-    monkeypatch.setattr(sampling, "likeliest", lambda p, mass: torch.sort(p, dim=-1, descending=True))
+    monkeypatch.setattr(sampling, "likeliest", lambda logits, p, mass: torch.sort(p, dim=-1, descending=True))
     assert torch.equal(found, Sampling(1.0, top_k, 0.95).probabilities(logits))
+
+
+@pytest.mark.parametrize("vocab", [97, 6000], ids=["all are sorted", "256 are tried"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.8), (0, 0.31), (20, 0.9), (7, 1.0)])
+def test_equal_logits_stay_as_in_transformers(
+    vocab: int, top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the lowest ids of equal logits kept at the cut of top-p, and one of those equal to the k-th lost.
+
+    On some CPUs torch.sort leaves equal values in no order; transformers' cut is compared where they are in order.
+    """
+    monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
+    logits = (4 * torch.randn(64, vocab)).round()  # about 15 values
+    logits[1:2], logits[2, : vocab // 2] = 0.0, 9.0  # more equal ones than are tried
+    found = Sampling(1.0, top_k, top_p).probabilities(logits)
+    expected = logits
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    assert torch.equal(found > 0, expected > -torch.inf)
 
 
 def test_probabilities_are_float32_and_greedy_is_one_hot() -> None:

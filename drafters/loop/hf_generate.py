@@ -102,11 +102,12 @@ class ForTransformers:
         seed = int(torch.randint(1 << 62, ())) if self.seed is None and sample else self.seed or 0
         at_once, new, self.traces = self.drafter.max_batch or len(prompts), [], []
         for first in range(0, len(prompts), at_once):
-            control.first = first
+            control.first, rows = first, prompts[first : first + at_once]
             result: GenerateResult = generate(
                 self.drafter.target,
                 self.drafter,
-                prompts[first : first + at_once],
+                rows,
+                prompt_lengths=list(map(len, rows)),  # without padding, so that a pad token at the beginning is text
                 max_new_tokens=control.room,
                 **asdict(sampling),
                 eos_token_id=control.eos,
