@@ -2,11 +2,17 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from conformance import prompt, target_of
+from rigged import eagle, eagle3, kangaroo, medusa
+from test_draft_head import with_ids
 
+from drafters import generate
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from drafters.learned import LearnedDrafter
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree, Extra, tree_mask
 from drafters.model.rows import Rows
@@ -69,6 +75,31 @@ def test_paths_that_are_no_tree_are_refused(paths: list[list[int]]) -> None:
     """Catches orphans, gaps among siblings and doubles, which would be drafted from another node's logits."""
     with pytest.raises(ValueError, match="tree path"):
         TreePlan(paths, CPU)
+
+
+WIDE = [[0], [1], [2], [0, 0]]
+STATIC: dict[str, Any] = {
+    "eagle": lambda t, count: of_few(eagle(t, None, "static", paths=WIDE), count),
+    "eagle3": lambda t, count: eagle3(t, None, "static", count, paths=WIDE),
+    "medusa": lambda t, count: of_few(medusa(t, None, "static", paths=WIDE), count),
+    "kangaroo": lambda t, count: of_few(kangaroo(t, False, eta=0.0, paths=WIDE), count),
+}
+
+
+def of_few(drafter: LearnedDrafter, count: int) -> Any:
+    """The drafter again, with a draft vocabulary of ``count`` tokens, one of them the text's."""
+    return with_ids(drafter, torch.arange(8, dtype=torch.int32), {"draft_vocab": count - 1, "draft_text": 1})
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(kind: str) -> None:
+    """Catches a tree with more children of a node than tokens to draft, which would end the first step."""
+    target = target_of("llama")
+    with pytest.raises(ValueError, match="a node of the static tree has 3 children, and the drafter drafts with 2"):
+        STATIC[kind](target, 2)
+    for temperature in (0.0, 1.0):
+        found = generate(target, STATIC[kind](target, 3), [prompt(9)], max_new_tokens=6, temperature=temperature)
+        assert found.trace.steps[0].drafted == 4
 
 
 class FakeHead:

@@ -108,6 +108,16 @@ def _check_paths(ordered: list[tuple[int, ...]]) -> None:
             raise ValueError(f"tree path {list(path)} has no parent or previous sibling among the paths; add it")
 
 
+def check_children(plan: TreePlan, tokens: int) -> TreePlan:
+    """Return the plan; raise ValueError if a node of it has more children than the ``tokens`` that can be drafted."""
+    if (most := max(plan.children)) > tokens:
+        raise ValueError(
+            f"a node of the static tree has {most} children, and the drafter drafts with {tokens} tokens; give paths "
+            f"with at most {tokens} children of a node, or a larger draft vocabulary"
+        )
+    return plan
+
+
 def grow_static(
     predicted: Tensor,
     extend: Extend,

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from drafters.config import SHIFTED, UNSHIFTED, Config, DraftSize, HeadInputs, HeadLayer
 from drafters.drafting.passes import grow_by_passes
 from drafters.drafting.pending import PendingFeatures, StateReader
-from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
+from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, check_children, grow_dynamic, grow_static, tree_plan
 from drafters.hub.declared import MLP, Layout, Recipe
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded
@@ -143,7 +143,7 @@ class EagleDrafter(StateReader):
     """Drafts a chain, a static tree, EAGLE-2's dynamic tree, or what the policy chooses.
 
     Raises:
-        ValueError: ``paths`` that are no tree.
+        ValueError: ``paths`` that are no tree, or a static tree with more children of a node than draft tokens.
     """
 
     name = "eagle"
@@ -183,6 +183,8 @@ class EagleDrafter(StateReader):
         chain = [[0] * level for level in range(1, self.depth + 1)]
         self.plan = TreePlan(chain if self.tree == "chain" else options.paths or EAGLE_TREE, target.device)
         self.max_draft = self.plan.size
+        if self.tree == "static":
+            check_children(self.plan, self.lm_head.width)
         if self.tree == "dynamic":  # the head's cache also holds the extended nodes
             self.max_draft = max(options.nodes, self.top_k * self.depth)
         if self.tree == "auto":

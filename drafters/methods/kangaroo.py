@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.config import DraftSize, Layers
-from drafters.drafting.tree_plan import TreePlan, children_of
+from drafters.drafting.tree_plan import TreePlan, check_children, children_of
 from drafters.hub.declared import Layout, Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
@@ -143,6 +143,7 @@ class KangarooDrafter(LearnedDrafter):
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
         self.lm_head = self.draft_head(options, getattr(adapter, "lm_head", None))
+        check_children(self.plan, self.lm_head.width)
         if options.draft_dtype is not None:
             quantize_layers(self._adapter, options.draft_dtype)
         self._cache = KVCache.nothing()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.config import DraftSize, validate
-from drafters.drafting.tree_plan import TreePlan, chain_plan, children_of, tree_plan
+from drafters.drafting.tree_plan import TreePlan, chain_plan, check_children, children_of, tree_plan
 from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
@@ -118,7 +118,8 @@ class MedusaDrafter(LearnedDrafter):
     """Drafts a chain or a tree of the heads' candidates.
 
     Raises:
-        ValueError: ``paths`` that are no tree; ``paths`` or ``depth`` deeper than the number of heads.
+        ValueError: ``paths`` that are no tree; ``paths`` or ``depth`` deeper than the number of heads, or ``paths``
+            with more children of a node than draft tokens.
     """
 
     name = "medusa"
@@ -247,7 +248,8 @@ class MedusaDrafter(LearnedDrafter):
         if self.given.tree == "chain":
             return chain_plan(self.depth, self.target.device)
         if self.given.paths is not None:
-            return tree_plan(tuple(map(tuple, self.given.paths)), self.target.device)
+            plan = tree_plan(tuple(map(tuple, self.given.paths)), self.target.device)
+            return check_children(plan, self.lm_heads[0].width)
         acceptance = Rates(self.depth, self._ranks, prior).acceptance()
         best = islice(likeliest(acceptance, self.depth), self.given.nodes)
         return tree_plan(tuple(path for _, path in best), self.target.device)
