@@ -117,6 +117,11 @@ def test_what_differs_is_said_and_not_compared() -> None:
     assert found["not_compared"] == ["tokens/s"] and {row["figure"] for row in found["rows"]} == {"tau", "speedup"}
     with pytest.raises(ValueError, match="of different texts.*target is 't' and 'u'"):
         compared(a, report(1, target={"fingerprint": "u"}), NAMES)
+    marks = [f"{'a' * 16}-{'b' * 16}", f"{'a' * 16}-{'c' * 16}", "a" * 16]  # the last as former versions recorded it
+    first, tuned, former = (report(seed, target={"fingerprint": mark}) for seed, mark in enumerate(marks))
+    with pytest.raises(ValueError, match="of different texts.*target is"):
+        compared(first, tuned, NAMES)
+    assert "target" not in compared(first, former, NAMES)["differences"]
     for line in b[1]:
         line["prompt"] = f"other {line['prompt']}"
     with pytest.raises(ValueError, match="no method decodes 2 or more of the same prompts"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers.journal import RUN_FILE, AnsweredBatch, check_identity, read_journals
+from data_prep.answers.journal import RUN_FILE, WEIGHTS, AnsweredBatch, check_identity, read_journals
 from data_prep.common.disk import is_finished, sidecar, unfinished
 from data_prep.dialogues.encoding import template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer
@@ -17,6 +17,7 @@ from data_prep.store.lock import folder_lock
 from data_prep.store.manifest import Answers, StoreManifest
 from drafters.cli.program import command
 from drafters.common.files import replace_text
+from drafters.common.fingerprints import same_weights
 from drafters.common.provenance import git_commit, library_versions
 from drafters.model.ends import load_frozen_ends
 
@@ -26,10 +27,10 @@ LATER = {"unanswered", "reader", DATE}
 
 
 def target_identity(target: str, revision: str | None, chat: ChatTokenizer) -> dict[str, Any]:
-    """Facts of the target, apart from its name, on which its texts depend."""
-    ends = load_frozen_ends(target, device="meta", revision=revision)
+    """Facts of the target, apart from its name, on which its texts depend; a target on the Hub is downloaded."""
+    ends = load_frozen_ends(target, device="meta", revision=revision, download=True)
     return {
-        "target_fingerprint": ends.fingerprint,
+        WEIGHTS: ends.fingerprint,
         "tokenizer_hash": tokenizer_hash(chat.tokenizer),
         "chat_template": template_hash(chat.template),
         **({DATE: chat.date} if chat.date else {}),
@@ -126,11 +127,11 @@ def whose(header: StoreManifest) -> Answers:
         facts = json.loads(sidecar(header.source).read_text())
         identity = facts["identity"]
         made_with = {
-            "target_fingerprint": header.target_fingerprint,
             "tokenizer_hash": header.tokenizer_hash,
             "chat_template": header.template_hash,
         }
         same = all(identity[key] == value for key, value in made_with.items())
+        same = same and same_weights(identity[WEIGHTS], header.target_fingerprint, header.source)
         if not same or facts.get("digest", header.source_digest) != header.source_digest:  # or replaced since
             return "given"
         return "sampled" if identity["temperature"] > 0 else "own"

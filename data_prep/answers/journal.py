@@ -22,8 +22,10 @@ from data_prep.dialogues.messages import Message, uses_tools
 from data_prep.dialogues.reader import Dialogue
 from data_prep.store.lock import RankLock, folder_lock
 from drafters.common.files import replace_text
+from drafters.common.fingerprints import same_weights
 from drafters.common.provenance import changes
 
+WEIGHTS = "target_fingerprint"  # key of an identity
 RUN_FILE = "run.json"  # in the folder of journals: the settings on which the texts depend
 RETRIED = frozenset({"refused", "bad_reply"})  # reasons for a drop that the next start tries again
 ONLY_REASONING = "only_reasoning"  # reason to end a dialogue: the answer was cut before its reasoning ended
@@ -187,6 +189,8 @@ def check_identity(place: Path, before: dict[str, Any], now: dict[str, Any]) -> 
     """Raise ValueError, naming every difference, if ``place`` was made with another identity than ``now``."""
     if now.get("dtype") == "auto" and "dtype" in before:  # the dtype of another machine's auto is accepted
         before = {**before, "dtype": "auto"}
+    if WEIGHTS in before and WEIGHTS in now and same_weights(before[WEIGHTS], now[WEIGHTS], str(place)):
+        before = {**before, WEIGHTS: now[WEIGHTS]}
     if changed := changes(before, now):
         raise ValueError(
             f"{place} was made with other settings: {'; '.join(changed)}; undo that, give another `out`, or delete it"

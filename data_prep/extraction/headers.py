@@ -28,6 +28,7 @@ def make_headers(
     dtype: str | None = None,
     store_dtype: str | None = None,
     heads: list[str] | None = None,
+    download: bool = False,
 ) -> dict[str, StoreManifest]:
     """One manifest without counts per split.
 
@@ -36,6 +37,7 @@ def make_headers(
         store_dtype: of features on disk; default: the target's, or bfloat16 if ``config.dtype`` is auto.
         heads: methods whose head must fit the target; default: the config's ``for``, else Kangaroo with exit layers and
             EAGLE without.
+        download: download all weights of a target on the Hub, so that its fingerprint covers all of them.
 
     Raises:
         ValueError: a missing file, one file given for two splits, a layer that the target does not have, a target too
@@ -49,13 +51,13 @@ def make_headers(
     check_target(config, model, len(chat.tokenizer))
     taps = taps_for(config.methods, model.num_hidden_layers, config.exit_layers)
     check_heads(heads or config.methods or ["kangaroo" if config.exit_layers else "eagle"], model)
-    fingerprint = load_frozen_ends(config.target, device="meta", revision=config.revision).fingerprint
+    ends = load_frozen_ends(config.target, device="meta", revision=config.revision, download=download)
     dtype = dtype or dtype_here(config)
     headers = {
         split: StoreManifest(
             target_name=config.target,
             target_revision=config.revision,
-            target_fingerprint=fingerprint,
+            target_fingerprint=ends.fingerprint,
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
             target_dtype=dtype,

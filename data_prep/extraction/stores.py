@@ -57,7 +57,7 @@ def make_stores(config: FeaturesConfig, rank: Rank) -> None:
     """Make the stores, or this rank's share of them, except finished ones."""
     chat = load_tokenizer(config.target, config.revision, config.chat_template, start_date(config))
     own = config.model_copy(update={"dtype": target_dtype(config)})
-    headers = make_headers(config, chat, own.dtype, config.store_dtype)
+    headers = make_headers(config, chat, own.dtype, config.store_dtype, download=True)
     target = functools.cache(lambda: load_target(config.target, own, rank, capture_only=True))
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # the first rank prints for all
         say_dtype(config.target, config.dtype, own.dtype, rank)

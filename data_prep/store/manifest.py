@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafters.common.fingerprints import same_weights
 from drafters.common.paths import readable
 from drafters.common.wording import shortened
 
@@ -29,7 +30,7 @@ SAME = (
     "dtype", "tokenizer_hash", "template_hash", "template_date", "max_length", "limit", "answers", "source_digest",
 )  # fmt: skip
 NOT_COMPARED_IF_NONE = ("answers", "template_date")  # older stores do not record them
-NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")  # the same target under another path
+OF_THE_TARGET = ("target_name", "target_revision", "target_fingerprint")  # compared unless the weights are the same
 
 Count = Annotated[int, Field(ge=0)]
 Answers = Literal["own", "sampled", "given"]
@@ -233,8 +234,8 @@ def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, sha
     """
     if not (manifest.consumed or manifest.complete or shared):
         return
-    same_target = manifest.target_fingerprint == wanted.target_fingerprint
-    keys = [key for key in SAME if not (same_target and key in NOT_COMPARED_IF_SAME_FINGERPRINT)]
+    same_target = same_weights(manifest.target_fingerprint, wanted.target_fingerprint, str(folder))
+    keys = [key for key in SAME if not (same_target and key in OF_THE_TARGET)]
     pairs = [(key, getattr(manifest, key), getattr(wanted, key)) for key in keys]
     pairs = [pair for pair in pairs if not (pair[0] in NOT_COMPARED_IF_NONE and None in pair)]
     if found := [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.common.files import replacing, save_tensors, sync
+from drafters.common.fingerprints import same_weights
 from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable
 from drafters.common.wording import dtype_name, how_to_import, json_object, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
@@ -249,7 +250,7 @@ def check_target(config: Mapping[str, Any], target: "TargetModel") -> None:
     differing = ", ".join(f"{what} {ours} against {theirs}" for what, ours, theirs in sizes if ours != theirs)
     if not differing:
         fingerprint = target.fingerprint()
-        if fingerprint == trained.fingerprint:
+        if same_weights(trained.fingerprint, fingerprint, f"a drafter trained for {trained.name!r}"):
             return
         differing = f"fingerprint {trained.fingerprint} against fingerprint {fingerprint}, so other weights"
     at_revision = f" (revision {trained.revision})" if trained.revision else ""

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from drafters.common.fingerprints import same_weights
 from drafters.common.paths import is_hub_id, names_only, shown_name
 from drafters.hub.reports import Certificate, read
 
@@ -254,7 +255,7 @@ def _command(facts: Found) -> str:
 
 def _check_target(config: Found, found: Found, what: str) -> None:
     ours, theirs = config["target"], found["environment"]["target"]
-    if ours["fingerprint"] != theirs["fingerprint"]:
+    if not same_weights(ours["fingerprint"], theirs["fingerprint"], what):
         raise ValueError(
             f"{what} is of the target {theirs['name']!r} (fingerprint {theirs['fingerprint']}), and the drafter was "
             f"trained for {ours['name']!r} (fingerprint {ours['fingerprint']})"

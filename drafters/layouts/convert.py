@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from drafters.common.files import check_new_folder
+from drafters.common.fingerprints import same_weights
 from drafters.common.paths import shown_name
 from drafters.common.wording import dtype_name, shortened
 from drafters.hub.checkpoint import FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
@@ -190,7 +191,8 @@ def _check_layer(config: Mapping[str, Any], shape: PretrainedConfig, layout: Lay
 def _check_made_for(config: Mapping[str, Any], ends: FrozenEnds, source: str, target: str) -> None:
     """Raise ValueError if an export of ours names another target."""
     made = made_from(config)
-    if (known := made.get("target_fingerprint")) not in (None, ends.fingerprint):
+    known = made.get("target_fingerprint")
+    if known is not None and not same_weights(str(known), ends.fingerprint, source):
         raise ValueError(
             f"{source} was trained for {shortened(made.get('target'))} (fingerprint {shortened(known)}), and {target} "
             f"is another model (fingerprint {ends.fingerprint}); give the one it was trained for: --target MODEL"

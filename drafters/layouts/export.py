@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.common.files import check_new_folder, replace_json, replace_text, replacing, save_tensors
+from drafters.common.fingerprints import same_weights
 from drafters.common.paths import readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
@@ -78,7 +79,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     _refuse(checkpoint, to, _unserved(to, kind, given, family))
     # Beside another target, a head loads and no draft is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
-    if fingerprint != trained["fingerprint"]:
+    if not same_weights(trained["fingerprint"], fingerprint, checkpoint):
         raise ValueError(
             f"{checkpoint} was trained for {trained['name']!r} (fingerprint {trained['fingerprint']}), and {name} is "
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"

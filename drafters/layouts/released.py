@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafters.common.fingerprints import same_weights
 from drafters.common.paths import check_loadable, readable
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import HeadLayer
@@ -252,7 +253,7 @@ def another_target(config: Mapping[str, Any], name: str) -> str | None:
     if (known := made_from(config).get("target_fingerprint")) is None:
         return None
     fingerprint = load_frozen_ends(name, device="meta").fingerprint
-    if fingerprint == known:
+    if same_weights(str(known), fingerprint, f"a head made for {made_from(config).get('target')}"):
         return None
     return f"it is for another target (fingerprint {known}) than {name} (fingerprint {fingerprint})"
 

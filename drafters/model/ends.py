@@ -66,23 +66,27 @@ class FrozenEnds:
 
 
 def load_frozen_ends(
-    name: str, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", revision: str | None = None
+    name: str,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    download: bool = False,
 ) -> FrozenEnds:
-    """Read only the two ends of a target (a 70B target's are 1 GB) from its safetensors files.
+    """Read only the two ends of a target (a 70B target's are 1 GB) from its safetensors files, and its fingerprint.
 
-    ``device="meta"``: only their shapes, from the files' headers; the fingerprint all the same.
+    Args:
+        device: where they go; "meta" reads only their shapes, from the files' headers.
+        download: download all weights of a target on the Hub, so that the fingerprint covers all of them.
 
     Raises:
-        ValueError: no such model, or one whose embedding, LM head or attention cannot be found in its files.
+        ValueError: no such model, or one whose embedding or LM head cannot be found in its files.
     """
     weights = _weights(name, revision)
-    config = weights.config
-    fingerprint, (embedding_name, head_name) = weights.fingerprint(), weights.ends
-    missing = [key for key in dict.fromkeys((embedding_name, head_name)) if key not in weights.stored]
-    if missing or fingerprint is None:
+    config, (embedding_name, head_name) = weights.config, weights.ends
+    if missing := [key for key in dict.fromkeys((embedding_name, head_name)) if key not in weights.stored]:
         packed = next((key for key in weights.stored if key.startswith(head_name.removesuffix("weight"))), None)
         also = f" (but {packed}: no head is trained for a quantised LM head)" if packed and head_name in missing else ""
-        raise ValueError(f"{name}: no tensors named {missing or ['*.attention.*']} in its safetensors files{also}")
+        raise ValueError(f"{name}: no tensors named {missing} in its safetensors files{also}")
     bias_name = f"{head_name.removesuffix('weight')}bias"
 
     def read(key: str) -> Tensor:
@@ -95,7 +99,8 @@ def load_frozen_ends(
     embedding = nn.Embedding.from_pretrained(read(embedding_name).to(device, kind), freeze=True)
     weight = embedding.weight if head_name == embedding_name else read(head_name).to(device, kind)
     bias = read(bias_name).to(device, kind) if bias_name in weights.stored else None
-    return FrozenEnds(embedding, LMHead(weight, logit_change(meta_model(config)), bias), config, fingerprint)
+    head = LMHead(weight, logit_change(meta_model(config)), bias)
+    return FrozenEnds(embedding, head, config, weights.fingerprint(download))
 
 
 def load_norm(

@@ -1,18 +1,16 @@
-"""What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
+"""What is known of a model without its weights: dtype, device, configuration, files of weights."""
 
 import contextlib
 import copy
 import gc
-import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
 import psutil
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -53,35 +51,6 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r}, but no GPU is visible here; leave it out or set device=cpu")
     return found
-
-
-def model_fingerprint(config: PretrainedConfig, norm: Tensor, projection_row: Tensor) -> str:
-    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-    head = ",".join(f"{name}={getattr(config, name, None)}" for name in names)
-    digest = hashlib.sha256(head.encode())
-    for weights in (norm, projection_row):
-        values = weights.detach().to("cpu", torch.float32)
-        # bfloat16 rounds and float16 flushes tiny weights to zero: round, then flush, so that all loads agree. (In that
-        # order: a float32 weight just below the bound may be rounded up to it.)
-        values = values.to(torch.bfloat16)
-        values = values.masked_fill(values.abs() < 2.0**-13, 0.0)
-        digest.update(values.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def fingerprinted(config: PretrainedConfig, names: Collection[str]) -> tuple[str, str]:
-    """Return the weights that a fingerprint is of: the final norm, and an attention weight of the last layer.
-
-    Raises:
-        LookupError: there is none.
-    """
-    last, norm = f".{config.num_hidden_layers - 1}.", "model.norm.weight"
-    for kind in ("weight", "qweight", "weight_packed"):  # of Llama's name: plain, of AWQ and GPTQ, packed
-        if {norm, projection := f"model.layers{last}self_attn.o_proj.{kind}"} <= set(names):
-            return norm, projection
-    inner = sorted(name for name in names if last in name and "att" in name and name.endswith(".weight"))
-    outer = sorted(name for name in names if ("norm" in name or "ln_f" in name) and not any(map(str.isdigit, name)))
-    return (outer or inner)[-1], inner[-1]
 
 
 def load_config_only(name: str, revision: str | None = None, may_be_file: bool = False) -> PretrainedConfig:

@@ -20,6 +20,7 @@ from drafters.common.precision import warn_if_slow
 from drafters.common.wording import dtype_name, shortened, size_text
 from drafters.model.cache import SMALL, cache_bytes, config_shapes
 from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
+from drafters.model.fingerprint import of_model
 from drafters.model.quantised import as_asked, quantisation, to_load
 from drafters.model.weights import TEXT_NAMES, open_weights, quantised_bytes, refuse_differences
 
@@ -87,11 +88,12 @@ def load_model(
     revision: str | None,
     device_map: DeviceMap | None,
     cache_tokens: tuple[int, int],
-) -> tuple[PreTrainedModel, str | None]:
-    """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
+) -> tuple[PreTrainedModel, str]:
+    """Return a model from a local folder or a Hub repository (weights in safetensors; remote code is never run), and
+    its fingerprint.
 
-    A LoRA adapter is merged into the model that it names, in float32. Returns the model, and the fingerprint of its
-    files; None where it must be taken from the model itself. The arguments are ``TargetModel.from_pretrained``'s.
+    A LoRA adapter is merged into the model that it names, in float32. The arguments are
+    ``TargetModel.from_pretrained``'s.
 
     Raises:
         ValueError: nothing loadable there, no such device, too little memory or other tensors than the configuration
@@ -109,7 +111,9 @@ def load_model(
     config, adapter = config_and_adapter(name, revision)
     if adapter is not None:
         base, _ = load_model(adapter[BASE], torch.float32, device, adapter.get("revision"), device_map, cache_tokens)
-        return merge_adapter(base, name, adapter, revision).to(kind), None
+        merged = merge_adapter(base, name, adapter, revision)
+        fingerprint = of_model(merged)  # in float32, so that it is the same for every ``kind``
+        return merged.to(kind), fingerprint
     config = to_load(str(name), config, where)
     check_memory(str(name), config, kind, devices, *cache_tokens, quantised_bytes(str(name), revision, config))
     weights = open_weights(str(name), revision, config)
@@ -228,8 +232,16 @@ def merge_adapter(model: Model, name: str, config: dict[str, Any], revision: str
             f"missing, unknown or of another shape, for example {shortened(differing[0])}"
         )
     peft.set_peft_model_state_dict(wrapped, weights)
-    merged: Model = wrapped.merge_and_unload()
+    merged: Model = merged_lora(wrapped)
     return merged
+
+
+def merged_lora(wrapped: Any) -> Any:
+    """Return peft's model with LoRA in its weights: computed in float64, so that all machines get the same weights."""
+    for name, weights in wrapped.named_parameters():
+        if "lora_" in name:
+            weights.data = weights.data.double()
+    return wrapped.merge_and_unload()
 
 
 def _adapter_file(name: str, file: str, revision: str | None) -> Path | None:

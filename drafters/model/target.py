@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from drafters.config import Engine, Quantization
 from drafters.model.cache import KVCache, config_shapes
 from drafters.model.check import check_target
-from drafters.model.files import fingerprinted, model_fingerprint, rope_depends_on_length, sliding_windows
+from drafters.model.files import rope_depends_on_length, sliding_windows
+from drafters.model.fingerprint import of_model
 from drafters.model.fused import FusedLayer, FusedNorm, why_not
 from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
@@ -60,6 +61,7 @@ class TargetModel:
             AVX-512, where it is read as int8: of a small model it is half of what is left.
 
         capture_only: load also a model that cannot verify drafts, for ``features`` alone.
+        fingerprint: of the files that the model comes from; None: of the model, computed when it is needed.
 
     Attributes:
         hidden_size: H, the width of a feature. vocab_size: V, rows of the LM head. num_layers: decoder layers.
@@ -77,6 +79,7 @@ class TargetModel:
         engine: Engine | None = None,
         quantize: Quantization | None = None,
         capture_only: bool = False,
+        fingerprint: str | None = None,
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
@@ -114,13 +117,13 @@ class TargetModel:
         if self.layers:
             self.runner = self._captured(engine)
         self.parameters = sum(weights.numel() for weights in model.parameters())
-        self._fingerprint: str | None = None
+        self._fingerprint = fingerprint
         self.quantize = quantize
         if quantize is not None:
             self._quantize(quantize, stock_layers)
 
     def _quantize(self, kind: Quantization, stock_layers: nn.ModuleList) -> None:
-        self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
+        self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
         if self.engine == "stock":
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'stock'")
         for fused, layer in zip(self.layers, stock_layers, strict=True):
@@ -154,8 +157,8 @@ class TargetModel:
                 (found before the weights are read).
         """
         model, fingerprint = load_model(name, dtype, device, revision, device_map, cache_tokens)
-        target = cls(model, str(name), revision, engine, quantize, capture_only)
-        target.source, target._fingerprint = str(name), fingerprint or target._fingerprint
+        target = cls(model, str(name), revision, engine, quantize, capture_only, fingerprint)
+        target.source = str(name)
         return target
 
     @property
@@ -210,14 +213,13 @@ class TargetModel:
         return total
 
     def fingerprint(self) -> str:
-        """Tells targets apart: a hash of the architecture and of sampled weights, rounded to bf16.
+        """Return a hash of the shape and of all weights, which tells targets apart (``drafters/model/fingerprint.py``).
 
         Weights stored in bf16 or fp16 give the same fingerprint in every dtype they are loaded in.
         """
-        if self._fingerprint is not None:
-            return self._fingerprint
-        norm, projection = fingerprinted(self.config, [name for name, _ in self.model.named_parameters()])
-        return model_fingerprint(self.config, self.model.get_parameter(norm), self.model.get_parameter(projection)[0])
+        if self._fingerprint is None:
+            self._fingerprint = of_model(self.model)
+        return self._fingerprint
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...]`` ids -> the rows of the embedding ``[..., H]``, without the scale that some families give them."""

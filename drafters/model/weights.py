@@ -7,8 +7,9 @@ drops an unexpected one; here both are errors, found from the headers of the fil
 
 import contextlib
 import copy
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,15 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.common.paths import readable
 from drafters.common.wording import shortened
-from drafters.model.files import (
-    fingerprinted,
-    meta_model,
-    model_fingerprint,
-    not_loaded,
-    quiet,
-    refuse_integers,
-    weight_map,
-)
+from drafters.model.files import meta_model, not_loaded, quiet, refuse_integers, weight_map
+from drafters.model.fingerprint import digest, former_fingerprint, former_names, samples_of, stored_shapes
 from drafters.model.quantised import options, quantisation
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -120,18 +114,41 @@ class Weights:
         with safe_open(self.path(key), framework="pt") as file:
             return file.get_tensor(self.stored[key].key)
 
-    def fingerprint(self) -> str | None:
-        """``TargetModel.fingerprint`` of these files: of quantised weights, of the values as they are stored.
+    def fingerprint(self, download: bool = False) -> str:
+        """Return the fingerprint of these files, which is that of the model loaded from them, in any dtype.
 
-        None where none belongs to the attention of its last layer.
+        Only its first half if files of the Hub that it covers were not downloaded yet.
+
+        Args:
+            download: download all files first.
         """
-        try:
-            norm, projection = fingerprinted(self.config, self.stored)
-        except LookupError:
-            return None
-        with safe_open(fetch(self.name, self.stored[projection].file, self.revision), framework="pt") as file:
-            row = file.get_slice(self.stored[projection].key)[0:1][0]
-        return model_fingerprint(self.config, self.read(norm), row)
+        norm_and_row = former_names(self.config, self.stored)
+        former = former_fingerprint(self.config, *(part for _, part in self._tensors(norm_and_row)))
+        keys = self._used()
+        files = {self.stored[key].file for key in keys}
+        if not download and not all(local_path(self.name, file, self.revision) for file in files):
+            return former
+        samples = samples_of(self.stored[key].shape for key in keys)
+        return f"{former}-{digest(((keys[key], part) for key, part in self._tensors(keys)), samples)}"
+
+    def _used(self) -> dict[str, str]:
+        """The stored tensors that the model uses, and how a fingerprint names them; of a quantised one all."""
+        if quantisation(self.config) is not None:
+            return {key: key for key in self.stored}
+        empty = meta_model(self.config)
+        bare = {key.removeprefix(f"{empty.base_model_prefix}."): key for key in self.stored}
+        names = {bare[name]: name for name in stored_shapes(empty) if name in bare}
+        embedding, head = self.ends
+        if embedding == head == LM_HEAD:  # tied, and stored under the other name
+            names[LM_HEAD] = EMBEDDING.removeprefix(f"{empty.base_model_prefix}.")
+        return names
+
+    def _tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors as they are stored, by name, in the order of ``keys``."""
+        for file, some in itertools.groupby(keys, key=lambda key: self.stored[key].file):
+            path = local_path(self.name, file, self.revision) or fetch(self.name, file, self.revision)
+            with safe_open(path, framework="pt") as opened:
+                yield from ((key, opened.get_tensor(self.stored[key].key)) for key in some)
 
 
 def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> Weights:
@@ -215,6 +232,14 @@ def weight_files(name: str, revision: str | None = None) -> list[str]:
             "they read; remove the one that is stale"
         )
     return shards
+
+
+def local_path(name: str, file: str, revision: str | None) -> str | None:
+    """Return the path of one file of a model, without a request to the Hub; None if it was not downloaded yet."""
+    if Path(name).is_dir():
+        return fetch(name, file, revision)
+    path = try_to_load_from_cache(name, file, revision=revision)
+    return path if isinstance(path, str) else None
 
 
 def fetch(name: str, file: str, revision: str | None) -> str:
@@ -306,12 +331,12 @@ def _listed(keys: Iterable[str]) -> str:
 
 def _header(name: str, file: str, revision: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor of one file; of one that was not downloaded yet, only its header is."""
-    path: Any = None if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
+    path: Any = None
     try:
-        if not Path(name).is_dir() and not isinstance(path, str):
+        path = local_path(name, file, revision)
+        if path is None:
             online = HfApi().parse_safetensors_file_metadata(name, file, revision=revision)
             return {key: (str(info.dtype), tuple(info.shape)) for key, info in online.tensors.items()}
-        path = path or fetch(name, file, revision)
         with safe_open(path, framework="pt") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
             return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}

@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from drafters.common.fingerprints import same_weights
 from drafters.common.wording import shortened
 from drafters.hub import reports
 from drafters.hub.reports import REPORT
@@ -65,6 +66,8 @@ def settings(report: dict[str, Any]) -> dict[str, Any]:
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by name, without drafters that only one report has."""
     both = settings(a), settings(b)
+    if same_weights(both[0]["target"], both[1]["target"], "a report"):
+        both[0]["target"] = both[1]["target"]
     found = {
         name: (value, both[1][name]) for name, value in both[0].items() if name in both[1] and value != both[1][name]
     }

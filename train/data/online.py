@@ -174,7 +174,7 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     rank = find_rank(None, None)  # torch.distributed is not started yet
     refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
     chat = load_tokenizer(config.target, config.revision, data.chat_template, date)
-    headers = make_headers(as_feature_keys(config, data), chat, heads=[config.drafter])
+    headers = make_headers(as_feature_keys(config, data), chat, heads=[config.drafter], download=True)
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         encoded = encode_split(source, chat, data.max_length, data.limit)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
-from drafters.model.loading import load_model
+from drafters.model.loading import load_model, merged_lora
 from drafters.model.stock import logit_change
 from train.core.attention import NAME, Dialogues, check_dialogues
 from train.core.config import Lora
@@ -56,7 +56,7 @@ class DraftModule(nn.Module):
 
     def merged(self) -> PreTrainedModel:
         """transformers' model with LoRA merged into its weights; this module must not be used afterwards."""
-        found: PreTrainedModel = self.model if self.lora is None else self.model.merge_and_unload()
+        found: PreTrainedModel = self.model if self.lora is None else merged_lora(self.model)
         return found
 
 

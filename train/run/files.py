@@ -20,6 +20,7 @@ from data_prep.common.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
 from drafters.common.files import check_folder, naming, replace_text, sync_folder
+from drafters.common.fingerprints import same_weights
 from drafters.common.provenance import changes, git_commit, library_versions
 from drafters.config import Config
 from train.core.config import FREE_ON_RESUME, TrainConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 KEPT_STATES = 2
 PACKING = 2  # version of `epoch_batches` in train/data/packing.py: raised when the same seed gives other batches
 METRICS = "metrics.jsonl"
+WEIGHTS = "target_fingerprint"  # key of run.json
 CACHE = "cache"  # folder of the states that an online run keeps (train/data/cache.py)
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 
@@ -181,8 +183,9 @@ def _by_key(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_data(manifest: StoreManifest) -> dict[str, Any]:
-    """Identifies a run's dialogues: the data file's hash, and the number of dialogues and tokens."""
+    """Identifies a run's dialogues and states: the data file's hash, dialogues, tokens, the target's fingerprint."""
     found = {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
+    found |= {WEIGHTS: manifest.target_fingerprint}
     return found | ({"template_date": manifest.template_date} if manifest.template_date else {})
 
 
@@ -205,7 +208,14 @@ def check_continues(run: Path, now: dict[str, Any]) -> None:
         )
     for split, data in now["data"].items():
         then = before.get("data", {}).get(split, {})
-        if {**data, **then} != data:  # runs of earlier versions recorded no date
+        weights, known = data[WEIGHTS], then.get(WEIGHTS, data[WEIGHTS])
+        if not same_weights(known, weights, str(run)):
+            raise ValueError(
+                f"--resume: the {split} features are of another target than the run in {run} began with (fingerprint "
+                f"{weights} now, {known} then); restore that target and its features, or use another out="
+            )
+        then = {**then, WEIGHTS: weights}
+        if {**data, **then} != data:  # runs of earlier versions recorded no date and no target
             raise ValueError(
                 f"--resume: the {split} dialogues changed since the run in {run} began ({then} then, {data} now); "
                 "restore the data file or the features, or use another out="

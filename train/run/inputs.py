@@ -9,6 +9,7 @@ import torch
 from data_prep.dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.store.manifest import StoreManifest
 from data_prep.store.reader import FeatureStore
+from drafters.common.fingerprints import same_weights
 from drafters.common.states import READS, no_taps, state_name
 from drafters.hub.checkpoint import TargetIdentity
 from drafters.model.ends import FrozenEnds, load_frozen_ends
@@ -70,6 +71,7 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
     target = ends.identity(config.target, config.revision)
     for store in (train, heldout):
         check_store(config, store, target)
+    ends.fingerprint = train.manifest.target_fingerprint  # of the weights that computed what the head learns
     check_tokenizer(config, train.manifest, heldout.manifest)
     check_batch_tokens(config, train)
     return Inputs(ends, train, heldout)
@@ -113,9 +115,12 @@ def check_store(config: TrainConfig, store: FeatureStore, target: TargetIdentity
     compared = {
         "hidden size": (manifest.hidden_size, target.hidden_size),
         "vocabulary": (manifest.vocab_size, target.vocab_size),
-        "fingerprint of the weights": (manifest.target_fingerprint, target.fingerprint),
     }
-    if differing := [f"{what} {there} against {here}" for what, (there, here) in compared.items() if there != here]:
+    differing = [f"{what} {there} against {here}" for what, (there, here) in compared.items() if there != here]
+    there, here = manifest.target_fingerprint, target.fingerprint
+    if not same_weights(there, here, str(store.path)):
+        differing.append(f"fingerprint of the weights {there} against {here}")
+    if differing:
         raise ValueError(
             f"{store.path} was made with target {manifest.target_name!r}, the config says target: {target.name!r} "
             f"({'; '.join(differing)}); set or restore that target, or make the features again with {target.name!r}"
