@@ -29,11 +29,24 @@ from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
 from eval.configs import ParityConfig
 from eval.figures.parity import FAULT, PASS, compared, decoded, ranked
-from eval.figures.readings import AS_LOADED, SHORTER, Rate, acceptance, agreement, apart, explaining, pooled, reading
+from eval.figures.readings import (
+    AS_LOADED,
+    SHORTER,
+    Rate,
+    acceptance,
+    agreement,
+    apart,
+    explaining,
+    gain,
+    most_accepted,
+    pooled,
+    prompts_needed,
+    reading,
+)
 from eval.measure.block_mistakes import BLOCK_MISTAKES
 from eval.measure.mistakes import MISTAKES, RETRAIN, remade
 from eval.measure.runner import Outcome
-from eval.report.parity import markdown, verdict_lines
+from eval.report.parity import figures_table, markdown, verdict_lines
 
 ROOT = Path(__file__).parents[1]
 BY_NAME = {mistake.name: mistake for mistake in MISTAKES}
@@ -255,6 +268,76 @@ def test_the_error_is_that_of_prompts() -> None:
     nothing = pooled([0, 0], [30, 20])
     assert nothing == Rate(0.0, 1 / 50) and pooled([0], [0]) is None
     assert apart(nothing, Rate(0.1, 0.0)) == pytest.approx(-5) and apart(None, nothing) == 0
+    assert apart(Rate(0.75, 0.03), Rate(0.5, 0.04)) == pytest.approx(0.25 / 0.05)  # errors add as squares
+
+
+def test_readings_are_told_apart_by_the_differences_of_each_prompt() -> None:
+    """Worked by hand. Catches errors of two independent samples: a head whose taps are one layer off then passes. Also
+    catches a number of prompts that is not the square of the missing precision."""
+
+    def of(forwards: list[int]) -> list[Outcome]:
+        """Prompts with four tokens each, after that of the prefill, in so many forwards."""
+        steps = {2: [(2, 1, 2)] * 2, 3: [(2, 1, 2), (2, 0, 1), (2, 0, 1)], 4: [(2, 0, 1)] * 4}
+        return [outcome([1] * 5, *steps[count]) for count in forwards]
+
+    loaded, better, worse = of([4, 4, 2, 2] * 4), of([4, 3, 2, 2] * 4), of([4] * 16)
+    tau, higher = 64 / 48, 64 / 44
+    parts = [(4 - higher * b) / 44 - (4 - tau * a) / 48 for a, b in ((4, 4), (4, 3), (2, 2), (2, 2))]
+    error = (4 * sum(part**2 for part in parts) * 16 / 15) ** 0.5
+    assert gain(loaded, better) == pytest.approx((higher - tau, error)) and higher - tau > 2.4 * error
+    assert gain(loaded, loaded) == pytest.approx((0.0, tau / 48))  # one forward more or less
+    assert most_accepted({AS_LOADED: loaded, "worse": worse, "better": better}) == ["better"]
+    assert most_accepted({AS_LOADED: loaded, "as good": of([2, 2, 4, 4] * 4)}) == [AS_LOADED, "as good"]
+    assert abs(apart(acceptance(loaded, 2).tau, acceptance(better, 2).tau)) < 0.8
+    assert prompts_needed(Rate(0.1, 0.2), 8) == 8 * 16 and prompts_needed(Rate(-0.4, 0.1), 8) == 2
+    assert prompts_needed(Rate(0.0, 0.1), 8) is None
+
+
+def described(name: str, tau: float, apart: list[float], tau_apart: float = 0.0) -> dict[str, Any]:
+    """A reading as parity.json has it, with the figures that the page shows of it."""
+    rate = {"value": tau, "error": 0.125}
+    found = {"name": name, "check": "", "tau": rate, "drafted": rate | {"value": 2.0}, "cumulative": [rate, None]}
+    return found | {"apart": apart, "tau_apart": tau_apart, "alike": rate | {"value": 0.75}}
+
+
+def test_the_page_shows_the_largest_difference() -> None:
+    """Catches a large negative difference that is shown small, one of tau that is not shown, and columns that moved."""
+    readings = [described(AS_LOADED, 4.0, [-7.25, 1.5]), described("x", 3.0, [0.5, -0.25], -2.75)]
+    engine = {name: readings[0][name] for name in ("tau", "drafted", "cumulative")}
+    facts = {"config": {"engine": "vllm"}, "prompts": 80}
+    cells = [
+        line.split(" | ") for line in figures_table({"engine": engine, "readings": readings, "environment": facts})
+    ]
+    assert cells[0] == ["| reading", "tau", "drafted", "position 1", "position 2", "apart", "alike |"]
+    figures = ["2.00 ± 0.12", "4.000 ± 0.125", "-"]
+    assert cells[2] == ["| vllm", "4.00 ± 0.12", *figures, "-", "- |"]
+    assert cells[3] == ["| as loaded", "4.00 ± 0.12", *figures, "7.2", "0.750 ± 0.125 |"]
+    assert cells[4][-2:] == ["2.8", "0.750 ± 0.125 |"]
+
+
+def test_the_page_names_readings_that_are_not_told_apart() -> None:
+    """Catches a check that passes without a word on readings that accept as much, or without what could tell them."""
+    readings = [described(AS_LOADED, 3.94, []), described("ids high", 4.1, []), described("ids low", 3.0, [])]
+    found = {"verdict": PASS, "named": ["ids high", AS_LOADED], "advice": {"ids high": "raise"}, "engine": None}
+    found |= {"readings": readings, "environment": {"config": {"engine": "ours"}, "prompts": 1080}}
+    said = ["pass: no other reading accepts more than the one that was loaded"]
+    assert verdict_lines(found) == [*said, "not told apart on these 1,080 prompts: ids high"]  # of an earlier check
+    high, low = ({"value": value, "error": 0.127, "prompts_needed": 2714} for value in (0.1584, -0.94))
+    found["gains"] = {"ids high": high, "ids low": low}
+    assert verdict_lines(found)[1:] == [
+        "not told apart on these 1,080 prompts: ids high, tau +0.158 ± 0.127; about 2,714 prompts like these could"
+    ]
+    high["prompts_needed"] = None
+    assert verdict_lines(found)[1].endswith("; no number of such prompts could")
+    assert [line.split(" | ")[-1] for line in figures_table(found)[2:]] == [
+        "0.158 ± 0.127 |",
+        "- |",
+        "-0.940 ± 0.127 |",
+    ]
+    fault = found | {"verdict": FAULT, "advice": {"ids high": "raise", "x": "y"}, "named": ["ids high", "x"]}
+    assert verdict_lines(fault) == [
+        "fault: 2 readings, not told apart, accept more than the one that was loaded", "ids high: raise", "x: y",
+    ]  # fmt: skip
 
 
 def test_equal_steps_follow_equal_texts() -> None:

@@ -35,7 +35,9 @@ from eval.figures.readings import (
     acceptance,
     as_json,
     explaining,
+    gain,
     most_accepted,
+    prompts_needed,
     reading,
 )
 from eval.measure.block_mistakes import BLOCK_MISTAKES
@@ -203,12 +205,17 @@ def ranked(drafter: Head, ours: list[Outcome], prompts: list[list[int]], config:
     """Return which readings of the checkpoint accept most; that as loaded should be among them."""
     every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]
     readings = [reading(name, check, made, ours, drafter.depth) for name, check, made in every]
-    best = most_accepted({one.name: one.acceptance for one in readings})
+    best = most_accepted({name: made for name, _, made in every})
+    gains = {name: gain(ours, made) for name, _, made in every[1:]}
     fixes = {mistake.name: mistake.fix for mistake in known(drafter)}
     return {
         "verdict": PASS if AS_LOADED in best else FAULT,
         "named": best,
         "advice": {name: fixes[name] for name in best if name != AS_LOADED},
+        "gains": {
+            name: rate._asdict() | {"prompts_needed": prompts_needed(rate, len(prompts))}
+            for name, rate in gains.items()
+        },
         "engine": None,
         "readings": [*map(_described, readings)],
     }

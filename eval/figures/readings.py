@@ -3,7 +3,8 @@
 Acceptance at a position is pooled: accepted over drafted tokens there, over all drafts of all prompts. Cumulative
 counts all drafts of that length; conditional those whose tokens before were accepted. It does not see shorter or
 missing drafts, so tau and the drafted tokens of a step are compared, too. Steps of one prompt depend on each other, so
-errors are those of a ratio of sums over prompts (Cochran 1977, Sampling Techniques, chapter 6).
+errors are those of a ratio of sums over prompts (Cochran 1977, Sampling Techniques, chapter 6). Two readings of a head
+decode the same texts, so the error of their difference is taken over the prompts' own differences.
 """
 
 import math
@@ -169,11 +170,38 @@ def explaining(readings: Sequence[Reading]) -> list[Reading]:
     return sorted(fitting, key=lambda one: -one.alike.value if one.alike is not None else 0.0)
 
 
-def most_accepted(readings: dict[str, Acceptance]) -> list[str]:
-    """Return the names of the readings with the highest tau: all that are not ``MOST_APART`` below the first."""
-    known = {name: found.tau for name, found in readings.items() if found.tau is not None}
-    order = sorted(known, key=lambda name: -known[name].value)
-    return [name for name in order if apart(known[order[0]], known[name]) <= MOST_APART]
+def gain(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate:
+    """Return how much higher the tau of ``others`` is than that of ``ones`` on the same prompts, with its error.
+
+    The error is at least that of one forward more or less. A prompt without steps counts as no difference.
+    """
+    taus, parts = [], []
+    for outcomes in (ones, others):
+        steps = [outcome.trace.steps if outcome.trace is not None else [] for outcome in outcomes]
+        committed = np.array([sum(step.committed for step in of_prompt) for of_prompt in steps], dtype=float)
+        forwards = np.array([sum(step.forwards for step in of_prompt) for of_prompt in steps], dtype=float)
+        total = max(forwards.sum(), 1.0)
+        taus.append(committed.sum() / total)
+        parts.append((committed - taus[-1] * forwards) / total)  # each prompt's part in the error of tau
+    n = len(ones)
+    spread = np.square(parts[1] - parts[0]).sum() * n / max(n - 1, 1)
+    return Rate(float(taus[1] - taus[0]), float(max(math.sqrt(spread), taus[0] / total)))
+
+
+def most_accepted(outcomes: dict[str, Sequence[Outcome]]) -> list[str]:
+    """Return the names of the readings with the highest tau: all that are not ``MOST_APART`` below the first.
+
+    ``outcomes``: of each reading, on the same prompts.
+    """
+    loaded = next(iter(outcomes.values()))
+    order = sorted(outcomes, key=lambda name: -gain(loaded, outcomes[name]).value)
+    below = {name: gain(outcomes[name], outcomes[order[0]]) for name in order}
+    return [name for name, rate in below.items() if rate.value <= MOST_APART * rate.error]
+
+
+def prompts_needed(rate: Rate, prompts: int) -> int | None:
+    """Return how many prompts like these would show a gain as large as ``rate``; None: no number, it is 0."""
+    return math.ceil(prompts * (MOST_APART * rate.error / rate.value) ** 2) if rate.value else None
 
 
 def as_json(found: Acceptance) -> dict[str, Any]:

@@ -9,7 +9,8 @@ ABOUT = """\
 Drafts are chains of {depth} tokens, decoded greedily. *drafted*: tokens of a draft, over the steps with room for all; a
 step without a draft has 0. *position j*: share of drafts whose first j tokens were accepted, over all drafts of all
 prompts, with its standard error over prompts. *apart*: the largest difference from the engine, of tau or at a position,
-in standard errors; up to 2 is chance. *alike*: share of steps after the same text that accepted equally."""
+in standard errors; up to 2 is chance. *alike*: share of steps after the same text that accepted equally. *over as
+loaded*: difference of tau from the head as loaded; its error is that of the differences of the same prompts."""
 
 
 def verdict_lines(found: dict[str, Any]) -> list[str]:
@@ -18,9 +19,9 @@ def verdict_lines(found: dict[str, Any]) -> list[str]:
     told = [f"{name}: {what}" for name, what in advice.items()]
     if engine == "ours":
         if verdict == "fault":
-            return ["fault: another reading accepts more than the one that was loaded", *told]
-        others = f"; as much within chance: {', '.join(advice)}" if advice else ""
-        return [f"pass: as loaded, the head accepts most{others}"]
+            which = "another reading accepts" if len(advice) == 1 else f"{len(advice)} readings, not told apart, accept"
+            return [f"fault: {which} more than the one that was loaded", *told]
+        return ["pass: no other reading accepts more than the one that was loaded", *_not_told_apart(found, [*advice])]
     if verdict == "pass":
         within = "within 2 standard errors at every position"
         return [f"pass: {engine} accepts what our loop accepts, in drafts as long, {within}"]
@@ -35,6 +36,19 @@ def verdict_lines(found: dict[str, Any]) -> list[str]:
         theirs, ours = found["engine"]["drafted"]["value"], found["readings"][0]["drafted"]["value"]
         first = f"{engine} drafts {theirs:.2f} tokens a step, and our loop {ours:.2f}"
     return [f"{verdict}: {first}", *told]
+
+
+def _not_told_apart(found: dict[str, Any], names: list[str]) -> list[str]:
+    """Which readings may be the right one as well, and how many prompts like these could tell; not in older checks."""
+    prompts, lines = found["environment"]["prompts"], []
+    for name in names:
+        line = f"not told apart on these {prompts:,} prompts: {name}"
+        if (gain := found.get("gains", {}).get(name)) is not None:
+            line += f", tau {gain['value']:+.3f} ± {gain['error']:.3f}; "
+            more = gain["prompts_needed"]
+            line += "no number of such prompts could" if more is None else f"about {more:,} prompts like these could"
+        lines.append(line)
+    return lines
 
 
 def _advice(found: dict[str, Any]) -> dict[str, str]:
@@ -55,7 +69,8 @@ def figures_table(found: dict[str, Any]) -> list[str]:
         nearest = sorted(rest, key=lambda one: (-_value(one["alike"]), sum(gap * gap for gap in one["apart"])))
         rows = [{"name": found["environment"]["config"]["engine"], **engine}, first, *nearest]
     head = ["reading", "tau", "drafted", *(f"position {at + 1}" for at in range(depth))]
-    head += [] if engine is None else ["apart", "alike"]
+    gains = found.get("gains", {})
+    head += ["apart", "alike"] if engine is not None else ["over as loaded"] if gains else []
     lines = []
     for one in rows:
         cells = [
@@ -68,6 +83,8 @@ def figures_table(found: dict[str, Any]) -> list[str]:
             gaps = [*one.get("apart", ()), one.get("tau_apart", 0.0)]
             gap = f"{max(map(abs, gaps)):.1f}" if "apart" in one else "-"
             cells += [gap, _rate(one.get("alike"), 3)]
+        elif gains:
+            cells.append(_rate(gains.get(one["name"]), 3))
         lines.append(cells)
     return table(head, lines)
 
