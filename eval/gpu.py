@@ -31,7 +31,7 @@ PYTHON = sys.executable
 CORPUS = "runs/stdlib"  # the configs read it there
 
 _ROOFLINE = "python -m eval.roofline --shape llama-7b out={out}"
-_TRAINING = "python -m train.throughput --rounds 7 --steps 8 --out {out}/throughput.json --shape hidden=4096"
+_TRAINING = "python -m train.tools.throughput --rounds 7 --steps 8 --out {out}/throughput.json --shape hidden=4096"
 _CORPUS = f"python -m data_prep.stdlib_corpus --out {CORPUS}"
 _FEATURES = "--config configs/features/stdlib.yaml device=cuda"
 _EAGLE = "train/eagle.py --config configs/eagle/stdlib.yaml out={out}/run features={out}/features"

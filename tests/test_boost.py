@@ -1,4 +1,4 @@
-"""Boost-tuning: what is covered, what is left for the next draft model, and train.boost from end to end."""
+"""Boost-tuning: what is covered, what is left for the next draft model, and train.tools.boost from end to end."""
 
 import json
 from dataclasses import replace
@@ -15,12 +15,12 @@ import yaml
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.model.ends import FrozenEnds
-from train import boost
 from train.core.lm_heads import LMHeads
 from train.core.task import make_task
 from train.data.packing import Batch, collate
 from train.draft.coverage import covered_rows, right_rows
 from train.run import boosting
+from train.tools import boost
 
 DRAFT = {"num_hidden_layers": 1, "hidden_size": 16, "tie_word_embeddings": True}
 

@@ -1,4 +1,4 @@
-"""train.calibrate: temperatures of a block drafter's estimated acceptance."""
+"""train.tools.calibrate: temperatures of a block drafter's estimated acceptance."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from rigged import dflash, dspark, eagle
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.sampling import Sampling
 from drafters.policy.truncation import OnlineAcceptance, Truncation
-from train import calibrate
+from train.tools import calibrate
 from train.watch import calibration
 from train.watch.calibration import Drafts, area_under_curve, calibration_error, figures, fit
 

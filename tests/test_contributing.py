@@ -26,7 +26,7 @@ FILES = (
 PROGRAMS = """
 import tiny_run
 
-from train import throughput
+from train.tools import throughput
 
 
 def test_programs_know_the_method(tmp_path, capsys):

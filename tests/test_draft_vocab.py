@@ -15,11 +15,11 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, make_drafter
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
-from train import draft_vocab
 from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.draft_vocab import count_answers, most_frequent
 from train.run.files import read_metrics
+from train.tools import draft_vocab
 from train.watch.flops import training_cost
 
 

@@ -14,7 +14,7 @@ import eval.gpu
 import eval.roofline
 import eval.speed
 import train.bench.report
-import train.throughput
+import train.tools.throughput
 from data_prep.configs import FeaturesConfig
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
@@ -52,13 +52,17 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     steps = {
         "eval.roofline": "eval.rooflines.page.measure_and_write",
         "eval.speed": "eval.report.speed.measure_and_report",
-        "train.throughput": "train.bench.report.measure",
+        "train.tools.throughput": "train.bench.report.measure",
     }
     for name, step in steps.items():
         monkeypatch.setattr(step, lambda *given, name=name, **more: ran.append(name) or 0)
     monkeypatch.setattr(FeaturesConfig, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
-    programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
+    programs = {
+        "eval.roofline": eval.roofline,
+        "eval.speed": eval.speed,
+        "train.tools.throughput": train.tools.throughput,
+    }
     line = [word.replace("{out}", str(tmp_path)) for word in part.commands[-1]]
     if line[1] == "-m":
         prompts = tmp_path / "prompts.jsonl"

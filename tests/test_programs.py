@@ -33,8 +33,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "data_prep.features": FEATURES,
     "data_prep.regenerate": {"target": TARGET, "source": "prompts.jsonl", "out": "new.jsonl"},
     "data_prep.magpie": {"target": TARGET, "out": "asked.jsonl", "count": 4},
-    "train.throughput": TRAIN,
-    "train.boost": {"run": str(ROOT / "configs/draft_model/stdlib.yaml"), "draft_models": ["a", "b"], "out": "out"},
+    "train.tools.throughput": TRAIN,
+    "train.tools.boost": {
+        "run": str(ROOT / "configs/draft_model/stdlib.yaml"),
+        "draft_models": ["a", "b"],
+        "out": "out",
+    },
     "train/draft_model.py": TRAIN | {"draft_model": "checkpoints/stdlib-draft"},
 }
 NO_FOLDER = "there is no folder|folders do not exist"
@@ -143,25 +147,25 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/draft_model.py": [
         (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),
         (["loss_vocab=8"], "loss_vocab is 8, and the LM head is trained; set freeze_ends=true"),
-        (["draft_vocab=8"], "draft_vocab is 8, .* python -m train.draft_vocab"),
+        (["draft_vocab=8"], "draft_vocab is 8, .* python -m train.tools.draft_vocab"),
         (["zero_stage=3"], "zero_stage is 3, .* set 0, 1 or 2"),
     ],
-    "train.boost": [
+    "train.tools.boost": [
         (["draft_models=[checkpoints/stdlib-draft, ./none]"], rf"draft_models\[1\]: .*{NO_FOLDER}"),
         (["run=none.yaml"], "no config file at none.yaml"),
         (["keep=2"], "keep: "),
     ],
-    "train.draft_vocab": [
+    "train.tools.draft_vocab": [
         (["none", "--data", "prompts.jsonl", "--size", "8"], "none holds no config.json"),
         ([TARGET, "--data", "none.jsonl", "--size", "8"], "no data file at none.jsonl"),
     ],
-    "train.shallow": [
+    "train.tools.shallow": [
         ([TARGET, "--layers", "2-0", "--out", "x"], r"gives \[\]; name layers once, in their order"),
         (["./none", "--layers", "0", "--out", "x"], NO_FOLDER),
         ([TARGET, "--layers", "0", "--out", "features"], "features is not empty"),
         ([TARGET, "--layers", "0", "--out", "prompts.jsonl"], "prompts.jsonl is a file; give a folder"),
     ],
-    "train.throughput": [
+    "train.tools.throughput": [
         (["features=./none"], "none"),
         (["--rounds", "none"], "--rounds: must be a whole number of at least 1, found .none."),
     ],
@@ -171,21 +175,21 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "features"], "holds files that no start has written"),
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--minutes", "0"], "minutes: .*greater than 0"),
     ],
-    "train.calibrate": [
+    "train.tools.calibrate": [
         (["--checkpoint", "none", "--features", "features"], "none holds no config.json"),
         (
             ["--checkpoint", "checkpoints/stdlib-eagle", "--features", "features", "--temperature", "-1"],
             "is -1.0; give 0",
         ),
     ],
-    "train.summary": [(["none"], "no training run to sum up in none")],
+    "train.tools.summary": [(["none"], "no training run to sum up in none")],
 }
 # How a program is told where to write, by its name: a file, or a folder.
 FILES_WRITTEN = {
     "data_prep.datastore": ["prompts.jsonl", "--target", TARGET, "--out", "{}.safetensors"],
     "data_prep.regenerate": ["out={}"],
     "data_prep.magpie": ["out={}"],
-    "train.throughput": ["--out", "{}"],
+    "train.tools.throughput": ["--out", "{}"],
     "drafters.hub": ["push", "checkpoints/stdlib-eagle", "user/d", "--card", "{}"],
 }
 FOLDERS_WRITTEN = {
@@ -201,8 +205,8 @@ FOLDERS_WRITTEN = {
     "data_prep.stdlib_corpus": ["--out", "{}"],
     "drafters.export": ["checkpoints/stdlib-eagle", "--to", "vllm", "--out", "{}"],
     "drafters.convert": ["checkpoints/stdlib-eagle", "--target", TARGET, "--out", "{}"],
-    "train.boost": ["out={}"],
-    "train.shallow": [TARGET, "--layers", "0", "--out", "{}"],
+    "train.tools.boost": ["out={}"],
+    "train.tools.shallow": [TARGET, "--layers", "0", "--out", "{}"],
     "train.start": ["--target", TARGET, "--data", "prompts.jsonl", "--out", "{}"],
     **{f"train/{method}.py": ["out={}"] for method in trained_methods()},
 }

@@ -30,10 +30,10 @@ import eval.lossless
 import eval.speed
 import eval.sweep
 import eval.tune
-import train.draft_vocab
-import train.shallow
 import train.start
-import train.throughput
+import train.tools.draft_vocab
+import train.tools.shallow
+import train.tools.throughput
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError
 from drafters import TargetModel
@@ -250,11 +250,11 @@ LINES: dict[str, tuple[Main, Line]] = {  # programs without --config: what is ty
         lambda trap, folder: [str(trap.features / "train"), "--tokenizer", str(trap.strange)],
     ),
     "draft_vocab": (
-        train.draft_vocab.main,
+        train.tools.draft_vocab.main,
         lambda trap, folder: [str(trap.strange), "--data", str(folder / TEXT), "--size", "8"],
     ),
     "shallow": (
-        train.shallow.main,
+        train.tools.shallow.main,
         lambda trap, folder: [str(trap.strange), "--layers", "0", "--out", str(folder / "x")],
     ),
     "chat, draft model": (

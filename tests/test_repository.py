@@ -27,7 +27,7 @@ LONGEST_MODULE, LONGEST_FUNCTION = 450, 59  # lines
 HOUSE = {
     "drafters": "common config hub cpu model loop base learned drafting policy methods loading layouts cli",
     "data_prep": "common dialogues configs store answers extraction",
-    "train": "core configs data draft watch run preflight bench plan",
+    "train": "core configs data draft watch run preflight bench plan tools",
     "eval": "prompts entries configs engine_workers measure figures report rooflines",
 }
 

@@ -1,4 +1,4 @@
-"""train/shallow.py: a draft model of some of the target's layers, and training it with its ends left alone."""
+"""train/tools/shallow.py: a draft model of some of the target's layers, and training it with its ends left alone."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from train import shallow
 from train.configs import DraftModelConfig
 from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.shallow import shallow_config
 from train.run.files import read_metrics
+from train.tools import shallow
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
 

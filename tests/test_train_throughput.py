@@ -1,4 +1,4 @@
-"""train/throughput.py and the plain formulation that it compares with (train/bench/reference.py)."""
+"""train/tools/throughput.py and the plain formulation that it compares with (train/bench/reference.py)."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ import yaml
 
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds, load_frozen_ends
-from train import throughput
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
 from train.core import engine
 from train.core.optimizer import MasterAdamW
 from train.core.task import Task, make_task
 from train.data.packing import collate
+from train.tools import throughput
 
 DIALOGUES = [3, 0, 1, 2, 6]
 

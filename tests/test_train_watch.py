@@ -20,13 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.generate import Trace
-from train import summary
 from train.core.losses import Pairs, divergence_sum
 from train.core.task import Task, make_task
 from train.data.packing import Position, collate
 from train.preflight.estimate import meta_ends
 from train.run import loop
 from train.run.files import read_metrics
+from train.tools import summary
 from train.watch import heldout
 from train.watch.flops import training_cost
 from train.watch.heldout import answer_positions, bucket_name, by_position

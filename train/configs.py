@@ -295,7 +295,7 @@ class DraftModelConfig(TrainConfig):
     @model_validator(mode="after")
     def _fits_a_draft_model(self) -> Self:
         if self.draft_vocab is not None:
-            raise ValueError(f"draft_vocab is {self.draft_vocab}, added after training: python -m train.draft_vocab")
+            raise ValueError(f"draft_vocab is {self.draft_vocab}, added later: python -m train.tools.draft_vocab")
         if self.loss_vocab is not None and self.trains_lm_head:
             raise ValueError(f"loss_vocab is {self.loss_vocab}, and the LM head is trained; set freeze_ends=true")
         if self.init_from is not None:
@@ -313,7 +313,7 @@ class DraftModelConfig(TrainConfig):
 
 
 class BoostConfig(Config):
-    """The keys of train.boost."""
+    """The keys of train.tools.boost."""
 
     run: Path = Field(description="config of train/draft_model.py, without draft_model, boost, seed and out")
     draft_models: list[str] = Field(min_length=2, description="the model that each begins as; repetition is allowed")

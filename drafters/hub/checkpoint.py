@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-CONFIDENCE_FILE = "confidence.json"  # of train.calibrate, in the format of SGLang's option for confidence temperatures
+CONFIDENCE_FILE = "confidence.json"  # of train.tools.calibrate, in the format of SGLang's option
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 

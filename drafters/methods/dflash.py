@@ -51,7 +51,7 @@ class BlockOptions(Config):
     ``depth``: most tokens of a path; null: all of the block.
     ``truncate``: verify a position of a chain only while its expected gain is profitable.
     ``confidence_temperatures``: of each position, what ``truncate`` divides the logit of its estimated acceptance by;
-    train.calibrate fits them.
+    train.tools.calibrate fits them.
     ``draft_dtype``: draft with an int8 copy of the head's layers and LM head.
     ``layout``: fill-in: slot k of the block predicts the token k after the anchor, and slot 0 nothing (DFlash);
     anchor-first: slot k predicts the token k + 1 after it (DSpark). It has no default: with the wrong one, less than 1%

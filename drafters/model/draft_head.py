@@ -226,7 +226,7 @@ def first_ids(ids: Tensor | None, count: int, source: str) -> Tensor:
     Raises:
         ValueError: it has none, or fewer.
     """
-    again = f"or count them: python -m train.draft_vocab FOLDER --data DIALOGUES --size {count}"
+    again = f"or count them: python -m train.tools.draft_vocab FOLDER --data DIALOGUES --size {count}"
     if ids is None:
         raise ValueError(
             f"draft_vocab is {count:,}, but {source} does not say which tokens are frequent (it has no {DRAFT_IDS}); "
@@ -252,7 +252,7 @@ def check_ids(ids: Tensor, vocab_size: int, source: str) -> None:
     else:
         return
     raise ValueError(
-        f"{source}: {DRAFT_IDS} {wrong}; count them again: python -m train.draft_vocab ... --data DIALOGUES --size N"
+        f"{source}: {DRAFT_IDS} {wrong}; count them again: python -m train.tools.draft_vocab FOLDER --data F --size N"
     )
 
 

@@ -1,4 +1,4 @@
-"""The plain formulation of training a drafter, a reference for train/throughput.py and the tests.
+"""The plain formulation of training a drafter, a reference for train/tools/throughput.py and the tests.
 
 It follows public trainers of EAGLE heads, without their mistakes: one file per dialogue, read by a DataLoader; batches
 padded to the longest dialogue; logits of target and drafter over the full vocabulary at every position, with autograd

@@ -1,4 +1,4 @@
-"""The steps of train.throughput: our training step and the plain one in turns, or ours with and without checksums."""
+"""The steps of train.tools.throughput: our training step and the plain one in turns."""
 
 import argparse
 import tempfile

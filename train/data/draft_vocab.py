@@ -1,6 +1,6 @@
 """The most frequent tokens of answers: the vocabulary that a drafter drafts with, and that its loss is over.
 
-Counted in a run's training data, or by train.draft_vocab, which adds them to a checkpoint.
+Counted in a run's training data, or by train.tools.draft_vocab, which adds them to a checkpoint.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def most_frequent(counts: Tensor, count: int, key: str = "draft_vocab") -> Tenso
 
 
 def add_frequent_tokens(options: argparse.Namespace) -> None:
-    """The steps of train.draft_vocab: count tokens, write the most frequent into a checkpoint, report."""
+    """The steps of train.tools.draft_vocab: count tokens, write the most frequent into a checkpoint, report."""
     folder: Path = options.folder
     trained = is_drafter(folder)
     if trained:

@@ -1,4 +1,4 @@
-"""The steps of train.shallow: a target's configuration, tokenizer and some of its layers as a model of its own."""
+"""The steps of train.tools.shallow: a target's configuration, tokenizer and some of its layers as a model."""
 
 from pathlib import Path
 from typing import Any

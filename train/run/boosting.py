@@ -1,4 +1,4 @@
-"""The steps of train.boost: train each draft model in a process of its own, then measure what they cover."""
+"""The steps of train.tools.boost: train each draft model in a process of its own, then measure what they cover."""
 
 import json
 import subprocess

@@ -3,7 +3,7 @@
 config.json, model.safetensors   the trained drafter (drafters.hub.checkpoint)
 run.json                         how to run it again: config, arguments, commit, versions
 metrics.jsonl, tensorboard/      figures by step
-summary.json, summary.png        its results (`python -m train.summary` makes them again)
+summary.json, summary.png        its results (`python -m train.tools.summary` makes them again)
 cache/                           states that the target computed, with `data.disk_gb` (train/data/cache.py)
 state/step-*/, state/latest      resumable states (train/run/state.py): the newest two, `latest` names the newest
 """

@@ -78,7 +78,7 @@ class Watched(Truncation):
 
 
 def calibrate(options: argparse.Namespace) -> None:
-    """The steps of train.calibrate.
+    """The steps of train.tools.calibrate.
 
     Raises:
         ValueError: another kind of drafter, another target, no store, or too few drafts.

@@ -1,6 +1,6 @@
 """Make a draft model of a few of the target's own layers, for targets whose family has no small model.
 
-    python -m train.shallow TARGET --layers 0-2,29 --out runs/shallow
+    python -m train.tools.shallow TARGET --layers 0-2,29 --out runs/shallow
     deepspeed train/draft_model.py --config configs/real/shallow.yaml   # align it: untrained, it is right by chance
 
 The embedding, the norm and the LM head are the target's, too. Only these tensors are read from the target's files: four
@@ -33,7 +33,7 @@ def layer_numbers(text: str) -> list[int]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write the folder."""
-    parser = CommandLine("train.shallow", __doc__)
+    parser = CommandLine("train.tools.shallow", __doc__)
     parser.add_argument("target", help="folder or Hub name of the target")
     parser.add_argument("--layers", required=True, help="which to take, counted from 0, for example 0-2,29")
     parser.add_argument("--out", required=True, type=Path, help="folder of the draft model; must be new or empty")

@@ -1,6 +1,6 @@
 """Boost-tune several draft models (SpecInfer), each on the rows that the earlier ones miss, and show their coverage.
 
-    python -m train.boost --config configs/draft_model/boost.yaml [key=value ...]
+    python -m train.tools.boost --config configs/draft_model/boost.yaml [key=value ...]
 
 Each model is a run of train/draft_model.py in its own folder below `out`; the list of folders is for specinfer's
 `draft_models:`. Started again, it continues. The table at its end (and `coverage.json`) shows, for the first 1 to n
@@ -17,7 +17,7 @@ from train.preflight.command import check as check_run
 
 def main(argv: list[str] | None = None) -> None:
     """The command line in the module's docstring."""
-    parser = CommandLine("train.boost", __doc__, "YAML of the list", "keep=0.2")
+    parser = CommandLine("train.tools.boost", __doc__, "YAML of the list", "keep=0.2")
     args = parser.parse(argv)
     config = load_config(BoostConfig, args.config, args.overrides)
     run = load_config(DraftModelConfig, config.run, [f"draft_model={config.draft_models[0]}"])

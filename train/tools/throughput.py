@@ -1,7 +1,7 @@
 """Measure training throughput against a plain formulation (train/bench/reference.py), alternating in one run.
 
-    python -m train.throughput --config configs/eagle/stdlib.yaml [key=value ...] [--out throughput.json]
-    python -m train.throughput --shape hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 --tokens 8192
+    python -m train.tools.throughput --config configs/eagle/stdlib.yaml [key=value ...] [--out throughput.json]
+    python -m train.tools.throughput --shape hidden=4096,vocab=128256,heads=32,kv_heads=8 --tokens 8192
 
 With ``--config``: DeepSpeed's optimizer and a run's store, which our side reads as in training and the plain side from
 one file per dialogue. With ``--shape``: AdamW on float32 masters and random features, in memory, of dialogues of
@@ -27,7 +27,7 @@ METHOD, TAP = "eagle", 2  # defaults
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandLine("train.throughput", __doc__, overrides="batch_tokens=8192")
+    parser = CommandLine("train.tools.throughput", __doc__, overrides="batch_tokens=8192")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", help="YAML of a training run with a feature store")
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")

@@ -1,6 +1,6 @@
 """Add the most frequent tokens of answers to a checkpoint, for drafters that draft with these only.
 
-    python -m train.draft_vocab runs/stdlib-eagle --data runs/stdlib/train.jsonl --size 8192
+    python -m train.tools.draft_vocab runs/stdlib-eagle --data runs/stdlib/train.jsonl --size 8192
 
 The folder holds a trained drafter, which then drafts with these tokens, or a draft model, whose methods do so with the
 option draft_vocab. The tokens are counted in the answers of dialogues (a ShareGPT file, a Hub dataset, or a feature
@@ -18,7 +18,7 @@ from drafters.cli.program import CommandLine, command, keeping, positive, run_pr
 
 def main(arguments: list[str] | None = None) -> None:
     """Count, write, and print how many of the counted tokens lists of several lengths cover."""
-    parser = CommandLine("train.draft_vocab", __doc__)
+    parser = CommandLine("train.tools.draft_vocab", __doc__)
     parser.add_argument("folder", type=Path, help="a trained drafter, or a draft model; it is changed in place")
     parser.add_argument("--data", required=True, help="dialogues, a feature store (one split of it), or a .txt file")
     parser.add_argument("--size", type=positive, required=True, help="how many tokens to list, for example 8192")

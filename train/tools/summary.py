@@ -1,6 +1,6 @@
 """The summary of a run: summary.json and summary.png, from its run.json and metrics.jsonl alone.
 
-    python -m train.summary runs/stdlib-eagle
+    python -m train.tools.summary runs/stdlib-eagle
 
 A run writes them when it ends, is interrupted or diverges; this makes them again, for example after a kill.
 """
@@ -13,7 +13,7 @@ from train.run.summary import answers_line, write_summary
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the summary of a run again."""
-    parser = CommandLine("train.summary", __doc__)
+    parser = CommandLine("train.tools.summary", __doc__)
     parser.add_argument("run", type=Path, help="run folder, the `out` of its config")
     run = parser.parse(arguments).run
     summary = write_summary(run)

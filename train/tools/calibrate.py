@@ -1,6 +1,6 @@
 """Calibrate the acceptance that a block drafter (DFlash, DSpark) estimates, for its option truncate.
 
-    python -m train.calibrate --checkpoint runs/stdlib-dspark --features runs/stdlib-features
+    python -m train.tools.calibrate --checkpoint runs/stdlib-dspark --features runs/stdlib-features
 
 The drafter answers prompts of the store's heldout/ in the decoding loop. Half of the prompts fit one temperature for
 each position of a block, the other half judge them. Two files of the checkpoint's folder change: config.json gets
@@ -16,7 +16,7 @@ from drafters.cli.program import CommandLine, command, keeping, positive, run_pr
 
 def main(arguments: list[str] | None = None) -> None:
     """Decode, fit, print, and write both files."""
-    parser = CommandLine("train.calibrate", __doc__)
+    parser = CommandLine("train.tools.calibrate", __doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the drafter; it is changed in place")
     parser.add_argument("--features", type=Path, required=True, help="feature store whose heldout/ has the prompts")
     parser.add_argument("--target", help="folder or Hub repository, if not the one that the drafter names")
