@@ -161,6 +161,8 @@ def _describe(schema: type[BaseModel], item: Any) -> str:
     if item["type"] == "missing":
         return f"missing key {key!r}"
     reason = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "model_type":
+        reason = "Input should be an object of keys and values"
     if isinstance(item["input"], dict | BaseModel) and item["type"] == "value_error":  # of several keys together
         return f"{key}: {reason}" if location else reason
     return f"{key}: {reason} (found {shortened(item['input'])})"

@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"may mean the hidden states \[2, 4, 6\] \(SGLang.* or \[1, 3, 5\] \(vLLM.*\{.taps.: \[...\]\}.*"
         r"--out OUT --taps 2,4,6 \(and --taps 1,3,5\)\. Then python -m eval\.parity --checkpoint OUT",
     ),
-    "a group as text": (lambda c, w: c.update(eagle_config="x"), "eagle_config must be an object of .*, found 'x'"),
+    "a group as text": (lambda c, w: c.update(eagle_config="x"), "eagle_config: .* an object of keys .*found 'x'"),
     "steps as text": (lambda c, w: c["made_from"].update(trained_steps="x"), "trained_steps"),
 }  # fmt: skip
 # What an import can do without, and an engine cannot.

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from drafters.common.states import dflash_taps, from_inputs, from_outputs, to_outputs
+from drafters.common.states import dflash_taps, from_inputs, from_outputs
 from drafters.common.wording import shortened
 from drafters.layouts import state_heads
-from drafters.layouts.config import CONFIG_FILE, group, made_from, size
+from drafters.layouts.config import CONFIG_FILE, made_from
 from drafters.layouts.released import T2D, block_method
 from drafters.layouts.state_heads import (
     Reading,
@@ -37,9 +37,11 @@ from drafters.layouts.state_heads import (
     check_sizes,
     check_states,
     either,
+    layer_of,
     nested_layer,
     own_rows,
     shape_of,
+    states_of,
     states_of_fc,
     too_short,
 )
@@ -129,14 +131,14 @@ def read(
             f"{source}: num_target_layers is {shortened(layers)}, and the target has {target.num_hidden_layers} "
             "layers; give the model that it was trained for: --target MODEL"
         )
-    count = states_of_fc(weights, flat["hidden_size"], source, NOUNS[method])
+    count, notes = states_of_fc(weights, flat["hidden_size"], source, NOUNS[method]), list[str]()
     options: dict[str, Any] = {
         "layout": _layout(config, flat, method, source, layout),
         "block_size": _number(flat, "block_size", 2, source),
         "mask_token_id": _mask(flat, target.vocab_size, source),
-        "taps": _taps(config, flat, count, target.num_hidden_layers, source, taps),
-        "layer": "qwen3" if "layers.0.self_attn.q_norm.weight" in weights else "llama",
-        "layers": size(flat, "num_hidden_layers"),
+        "taps": _taps(config, flat, count, target.num_hidden_layers, source, notes, taps),
+        "layer": layer_of(flat, weights, source, notes),
+        "layers": _number(flat, "num_hidden_layers", 1, source),
         "causal": _causal(config, flat, source),
         "draft_vocab_size": own_rows(flat, weights, target.vocab_size, source),
     }
@@ -147,9 +149,9 @@ def read(
             f"{source}: markov_rank is {shortened(flat['markov_rank'])}, and there is no markov_head.markov_w1.weight; "
             "the file is incomplete, or markov_rank must be 0"
         )
-    options["shape"] = shape_of(flat, layer_kind(target, options["layer"]).config, source)
+    options["shape"] = shape_of(flat, weights, layer_kind(target, options["layer"]).config, source)
     found = METHODS[method](**options).model_dump(exclude_defaults=True, exclude_none=True)
-    return Reading(found, too_short(flat, target), [])
+    return Reading(found, notes + too_short(flat, target), [])
 
 
 def flattened(config: Mapping[str, Any], method: str, source: str) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def flattened(config: Mapping[str, Any], method: str, source: str) -> dict[str, 
             key: value for key, value in config.items() if key not in ("architectures", "model_type")
         }
     for name in _GROUPS:
-        for key, value in group(config, name, source).items():
+        for key, value in config.get(name, {}).items():
             if found.get(key) not in (None, value):
                 raise ValueError(
                     f"{source}: {key} is {shortened(value)} in {name} and {shortened(found[key])} beside it; correct "
@@ -208,8 +210,6 @@ def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, sou
     stated = {"made_from: layout": made_from(config).get("layout"), "layout": flat.get("layout")}
     for key, anchor_first in ((ANCHOR, True), ("dspark_bonus_anchor", False)):
         if (value := flat.get(key)) is not None:
-            if type(value) is not bool:
-                raise ValueError(f"{source}: {key} must be true or false, found {shortened(value)}")
             stated[key] = ANCHOR_FIRST if value is anchor_first else FILL_IN
     if config.get(SPECULATORS) is not None:
         defined = FILL_IN if method == "dflash" else None
@@ -234,27 +234,35 @@ def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, sou
 
 
 def _taps(
-    config: Mapping[str, Any], flat: Mapping[str, Any], count: int, layers: int, source: str, given: list[int] | None
+    config: Mapping[str, Any],
+    flat: Mapping[str, Any],
+    count: int,
+    layers: int,
+    source: str,
+    notes: list[str],
+    given: list[int] | None,
 ) -> list[int]:
     """Numbers of the hidden states that it reads; 2 is the output of the second layer."""
-    ids, inputs, made = flat.get(IDS), flat.get(AUX_IDS), made_from(config).get("taps")
+    # An empty list means an absent one.
+    ids, inputs, made = flat.get(IDS) or None, flat.get(AUX_IDS) or None, made_from(config).get("taps")
     if config.get(SPECULATORS) is None and inputs is None:
-        inputs = flat.get("eagle_aux_hidden_state_layer_ids")  # vLLM's, beside the other numbers
+        inputs = flat.get("eagle_aux_hidden_state_layer_ids") or None  # vLLM's, beside the other numbers
     for key, value in ((IDS, ids), (AUX_IDS, inputs), ("made_from: taps", made), ("--taps", given)):
         check_list(value, count, key, source)
     found = {
-        IDS: None if ids is None else from_outputs(ids),
-        AUX_IDS: None if inputs is None else from_inputs(inputs),
+        IDS: None if ids is None else states_of(ids, from_outputs, IDS, source),
+        AUX_IDS: None if inputs is None else states_of(inputs, from_inputs, AUX_IDS, source),
         "made_from": made,
         "--taps": given,
     }
     known = {key: value for key, value in found.items() if value is not None}
     if not known:
-        usual = to_outputs(dflash_taps(layers, count))
+        key = f'"{IDS}": [...], one less each'
+        key = key if config.get(SPECULATORS) is None else f'"{AUX_IDS}": [...]'
+        usual = f" (the usual ones: {as_option(dflash_taps(layers, count))})" if count < layers else ""
         raise ValueError(
-            f"{source} does not say which {count} hidden states of the target it reads; add "
-            f'"{IDS}": [...] to {CONFIG_FILE}, the layers whose outputs they are; {usual} are the usual ones, in '
-            f"drafters.convert {as_option(from_outputs(usual))}"
+            f"{source} does not say which {count} hidden states of the target it reads; import it with --taps and the "
+            f"numbers that it was trained with{usual}, or add them to {CONFIG_FILE} as {key}"
         )
     taps: list[int] = next(iter(known.values()))
     if other := [key for key, value in known.items() if value != taps]:
@@ -262,7 +270,7 @@ def _taps(
             f"{source}: {next(iter(known))} means the hidden states {taps}, and {other[0]} {known[other[0]]}; "
             f"{IDS} numbers outputs of layers (hidden states - 1), {AUX_IDS} inputs (hidden states)"
         )
-    check_states(taps, layers, source)
+    notes += check_states(taps, layers, next(iter(known)), source)
     return taps
 
 
@@ -290,8 +298,8 @@ def _causal(config: Mapping[str, Any], flat: Mapping[str, Any], source: str) -> 
     if config.get(SPECULATORS) is not None:
         return False
     stated = {key: flat[key] for key in ("is_causal", "causal") if flat.get(key) is not None}
-    if any(type(value) is not bool for value in stated.values()) or len({*stated.values()}) > 1:
-        raise ValueError(f"{source}: {shortened(stated)} must be true or false, and alike")
+    if len({*stated.values()}) > 1:
+        raise ValueError(f"{source}: {shortened(stated)} must be alike")
     return any(stated.values())
 
 
@@ -313,7 +321,7 @@ def _markov(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str)
             f"{source}: markov_head_type is {shortened(said)}, and its tensors are those of {kind}; known: {known}"
         )
     estimates, said = weights.get("confidence_head.proj.weight"), flat.get("enable_confidence_head")
-    if said is not None and bool(said) != (estimates is not None):
+    if said is not None and said != (estimates is not None):
         held = "holds no" if estimates is None else "holds a"
         raise ValueError(
             f"{source} {held} confidence_head.proj.weight, and enable_confidence_head is {shortened(said)}; set it to "

@@ -36,6 +36,10 @@ from drafters.model.weights import EMBEDDING as TARGETS
 
 STATE_HEADS = (eagle3.METHOD, *block.METHODS)  # methods whose heads read several of the target's states
 ROWS = 4096  # of an embedding that are compared at once
+_OTHER_EMBEDDING = (
+    "give the model that it was trained for: --target MODEL. If it was trained with the target's embedding, and this "
+    f"one was left random, delete {EMBEDDING} from the file"
+)
 
 
 def convert(
@@ -194,8 +198,9 @@ def _check_made_for(config: Mapping[str, Any], ends: FrozenEnds, source: str, ta
     known = made.get("target_fingerprint")
     if known is not None and not same_weights(str(known), ends.fingerprint, source):
         raise ValueError(
-            f"{source} was trained for {shortened(made.get('target'))} (fingerprint {shortened(known)}), and {target} "
-            f"is another model (fingerprint {ends.fingerprint}); give the one it was trained for: --target MODEL"
+            f"{source} was trained for {shortened(made.get('target'))} (target_fingerprint {shortened(known)}), and "
+            f"{target} is another model (fingerprint {ends.fingerprint}); give the one it was trained for: "
+            "--target MODEL"
         )
 
 
@@ -205,12 +210,12 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
     if theirs.shape != ours.shape or theirs.dtype not in DTYPES:
         raise ValueError(
             f"{source}: {EMBEDDING} is {list(theirs.shape)} in {dtype_name(theirs.dtype)}, and {TARGETS} of "
-            f"{target} is {list(ours.shape)}; give the model that it was trained for: --target MODEL"
+            f"{target} is {list(ours.shape)}; {_OTHER_EMBEDDING}"
         )
     if (largest := _apart(theirs, ours, ends)) is not None:
         raise ValueError(
             f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart, more "
-            "than rounding explains; give the model that it was trained for: --target MODEL"
+            f"than rounding explains; {_OTHER_EMBEDDING}"
         )
     return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
 

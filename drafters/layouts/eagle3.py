@@ -29,7 +29,7 @@ from drafters.common.states import from_inputs, from_outputs
 from drafters.common.wording import shortened
 from drafters.config import validate
 from drafters.layouts import state_heads
-from drafters.layouts.config import CONFIG_FILE, group, made_from, size
+from drafters.layouts.config import CONFIG_FILE, made_from
 from drafters.layouts.released import T2D
 from drafters.layouts.state_heads import (
     TAPS_KEY,
@@ -40,9 +40,11 @@ from drafters.layouts.state_heads import (
     check_sizes,
     check_states,
     either,
+    layer_of,
     nested_layer,
     own_rows,
     shape_of,
+    states_of,
     states_of_fc,
     too_short,
 )
@@ -51,6 +53,7 @@ from drafters.model.draft_head import D2T
 
 METHOD = "eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
+STATES = "use_aux_hidden_state"  # false: the head reads the output of the target's final norm, without fc
 GROUP = "eagle_config"  # of keys that other forms have at the top
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Architectures by who gives them. vLLM loads all three: it puts Eagle3 in front of the first.
@@ -58,6 +61,7 @@ OFFICIAL = "LlamaForCausalLM"
 SGLANG = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's, which number the target's states by layers' outputs
 VLLM = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}  # by kind of layer; inputs of layers
 SPECULATORS = ("Eagle3DraftModel", "Eagle3Speculator")
+ARCHITECTURES = (OFFICIAL, SGLANG, *VLLM.values(), *SPECULATORS)
 _NAMES = {"midlayer.": "layers.0."} | {
     f"aux_norm_{name}.": f"fc_norm.{place}." for place, name in enumerate(("low", "mid", "high"))
 }
@@ -102,6 +106,8 @@ def read(
         ValueError: keys that contradict each other, the tensors or the target, or have two readings.
     """
     flat, notes, doubts = flattened(config, source), list[str](), list[str]()
+    if (architecture := architecture_of(config)) not in ARCHITECTURES:
+        doubts.append(f"architectures is {architecture or 'not given'}; known: {', '.join(ARCHITECTURES)}")
     check_sizes(flat, weights, target, source)
     options = _flags(config, flat, weights, source, doubts)
     count = states_of_fc(weights, flat["hidden_size"], source, "an EAGLE-3 head")
@@ -112,13 +118,13 @@ def read(
     options["taps"] = read_taps(config, count, target.num_hidden_layers, source, notes, taps)
     rows = own_rows(flat, weights, target.vocab_size, source)
     options |= {"own_lm_head": rows is not None} | ({"draft_vocab_size": rows} if rows != target.vocab_size else {})
-    options["layer"] = "qwen3" if "layers.0.self_attn.q_norm.weight" in weights else "llama"
-    options["layers"] = size(flat, "num_hidden_layers", 1)
+    options["layer"] = layer_of(flat, weights, source, notes)
+    options["layers"] = flat.get("num_hidden_layers", 1)
     kind = head_kind(target, Eagle3Options(**{key: options[key] for key in ("taps", "layer", "layers")}))
-    options["shape"] = shape_of(flat, kind.config, source)
+    options["shape"] = shape_of(flat, weights, kind.config, source)
     notes += too_short(flat, target)
     kinds, window = {*(flat.get("layer_types") or ())}, flat.get("sliding_window")
-    if kinds == {"sliding_attention"} and isinstance(window, int):
+    if kinds == {"sliding_attention"} and window is not None:
         options["sliding_window"] = window
     elif "sliding_attention" in kinds or flat.get("use_sliding_window"):
         doubts.append(
@@ -142,7 +148,7 @@ def flattened(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if (kind := config["speculators_model_type"]) != METHOD:
         raise ValueError(f"{source}: speculators_model_type is {shortened(kind)}, and an EAGLE-3 head has 'eagle3'")
     layer = nested_layer(config, source)
-    return layer | {key: value for key, value in config.items() if key in (*FLAGS, "draft_vocab_size", IDS)}
+    return layer | {key: value for key, value in config.items() if key in (*FLAGS, "draft_vocab_size", IDS, STATES)}
 
 
 def read_taps(
@@ -162,18 +168,20 @@ def read_taps(
     Raises:
         ValueError: the numbers do not fit fc or the target, or have two readings.
     """
-    eagle, told = group(config, GROUP, source), {"made_from: taps": made_from(config).get("taps"), "--taps": given}
-    nested, ids, usual = eagle.get(IDS), config.get(IDS) or eagle.get(IDS), standard_taps(layers)
+    nested = config.get(GROUP, {}).get(IDS)
+    told = {"made_from: taps": made_from(config).get("taps"), "--taps": given}
+    ids, usual = config.get(IDS) or nested or None, standard_taps(layers)  # an empty list means an absent one
     for key, value in (*told.items(), (IDS, ids)):
         check_list(value, count, key, source)
-    if nested is not None and config.get(IDS) not in (None, nested):
+    if nested and config.get(IDS) not in (None, [], nested):
         raise ValueError(f"{source}: {IDS} is {config[IDS]}, and {nested} in {GROUP}; correct one of them")
     stated = next((value for value in told.values() if value is not None), None)
     if ids is None and stated is None:
         if count != len(usual):
             raise ValueError(
-                f"{source} does not say which {count} hidden states of the target it reads; import it with --taps and "
-                f"their numbers, or add {TAPS_KEY} to {CONFIG_FILE}"
+                f"{source} does not say which {count} hidden states of the target it reads ({IDS} in {GROUP} is "
+                f"absent); import it with --taps and the numbers that it was trained with, or add {TAPS_KEY} to "
+                f"{CONFIG_FILE}. State k is the one after k layers, before the target's final norm"
             )
         notes.append(f"its {CONFIG_FILE} names no states: it reads {usual}, as in all engines")
         return usual
@@ -182,7 +190,7 @@ def read_taps(
         if value not in (None, found):
             first = "made_from: taps" if ids is None else f"{IDS} {ids}"
             raise ValueError(f"{source}: {first} means the hidden states {found}, and {key} {value}; correct one")
-    check_states(found, layers, source)
+    notes += check_states(found, layers, IDS if ids is not None else "--taps", source)
     return found
 
 
@@ -195,9 +203,10 @@ def _numbered(
     stated: list[int] | None,
 ) -> list[int]:
     """The hidden states that ``ids`` mean; ``stated``: by made_from or the user."""
-    architecture, after, usual = architecture_of(config), from_outputs(ids), standard_taps(layers)
+    architecture, usual = architecture_of(config), standard_taps(layers)
     if architecture != SGLANG or config.get(IDS):  # vLLM's and speculators' forms
-        return from_inputs(ids)
+        return states_of(ids, from_inputs, f"{IDS} (architectures: {architecture or 'not given'})", source)
+    after = states_of(ids, from_outputs, IDS, source)
     if stated is not None:
         return ids if stated == ids else after
     if after == usual or min(ids) < 0:  # -1 is the embeddings' output, and no layer's input
@@ -216,12 +225,15 @@ def _flags(
     config: Mapping[str, Any], flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str, doubts: list[str]
 ) -> dict[str, Any]:
     """The four flags, which must agree with the tensors."""
-    eagle = group(config, GROUP, source)
+    eagle = config.get(GROUP, {})
+    if False in (eagle.get(STATES), flat.get(STATES)):
+        raise ValueError(
+            f"{source}: {STATES} is false: it reads the output of the target's final norm in place of hidden states, "
+            "which is not supported. If it was trained on hidden states, set it to true"
+        )
     found: dict[str, Any] = {}
     for flag in FLAGS:
         given = [part[flag] for part in (eagle, flat) if part.get(flag) is not None]
-        if any(type(value) is not bool for value in given):
-            raise ValueError(f"{source}: {flag} must be true or false, found {shortened(given)}")
         if len({*given}) > 1:
             raise ValueError(f"{source}: {flag} is {given[0]} in eagle_config and {given[1]} beside it; remove one")
         found[flag] = bool(given and given[0])

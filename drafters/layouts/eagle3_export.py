@@ -12,7 +12,7 @@ from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import load_state
 from drafters.hub.declared import READERS
-from drafters.layouts.config import CONFIG_FILE, MADE_FROM, group, rope
+from drafters.layouts.config import CONFIG_FILE, MADE_FROM, rope
 from drafters.layouts.eagle3 import (
     FLAGS,
     GROUP,
@@ -212,7 +212,7 @@ def notices(to: str, options: Eagle3Options, target: PretrainedConfig) -> list[s
 
 def read_by(to: str, config: Mapping[str, Any], layers: int) -> list[int]:
     """The target's hidden states that ``to`` would read with this ``config.json``."""
-    nested = group(config, GROUP, CONFIG_FILE).get(IDS)
+    nested = config.get(GROUP, {}).get(IDS)
     if to == "sglang":
         return standard_taps(layers) if nested is None else from_outputs(nested)
     given = config.get(IDS) or nested
@@ -267,9 +267,6 @@ def _problems(
 ) -> list[str]:
     flat = flattened(config, CONFIG_FILE)
     found = problems(config, flat, weights, lambda: Eagle3Head(target, options), target, positions=2048)
-    if architecture_of(config) not in _LOADED_BY:
-        known = ", ".join(_LOADED_BY)
-        found.append(f"architectures is {architecture_of(config) or 'not given'}; known: {known}")
     if architecture_of(config) == OFFICIAL and "target_hidden_size" in config:
         found.append("target_hidden_size is given, with which the official code leaves the embedding random")
     return found

@@ -4,6 +4,7 @@ Such a head has one or more Llama or Qwen3 layers of the target's width, ``fc`` 
 target's LM head or its own over a draft vocabulary (``d2t``, ``t2d``).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from drafters.common.states import state_name
+from drafters.common.states import disorder, state_name
 from drafters.common.wording import shortened
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, made_from, older_keys, rope, size
@@ -33,6 +34,11 @@ TAPS_KEY = '"made_from": {"taps": [...]}'  # of an export of ours; another confi
 SPECULATORS_VERSION = "0.9.0"  # whose form is written
 _LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators': the target's, not read again
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+_ROWS = {  # of the layers' matrices
+    "self_attn.q_proj": ("num_attention_heads", "head_dim"),
+    "self_attn.k_proj": ("num_key_value_heads", "head_dim"),
+    "mlp.gate_proj": ("intermediate_size",),
+}
 _LAYER = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
 _LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id eos_token_id pad_token_id"
 
@@ -95,13 +101,14 @@ def nested_layer(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no ``transformer_layer_config``.
     """
-    nested = config.get("transformer_layer_config")
-    if not isinstance(nested, Mapping):
+    if (nested := config.get("transformer_layer_config")) is None:
         raise ValueError(f"{source}: {CONFIG_FILE} has no transformer_layer_config, which describes the layer")
-    family: Any = Qwen3Config if nested.get("model_type", "qwen3") == "qwen3" else LlamaConfig
-    known = ("hidden_size", "vocab_size", "hidden_act", "max_position_embeddings", "num_hidden_layers", *_SIZES)
-    filled = family(**{key: nested[key] for key in known if nested.get(key) is not None})
-    return {"model_type": family.model_type} | {key: getattr(filled, key) for key in known} | dict(nested)
+    known = ["hidden_size", "vocab_size", "hidden_act", "max_position_embeddings", "num_hidden_layers", *_SIZES]
+    defaults: Any = Qwen3Config()
+    if nested.get("model_type", "qwen3") != "qwen3":
+        defaults = LlamaConfig()
+        known = [key for key in known if key not in ("num_key_value_heads", "head_dim")]  # follow from other keys
+    return {"model_type": defaults.model_type} | {key: getattr(defaults, key) for key in known} | dict(nested)
 
 
 def check_sizes(flat: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str) -> None:
@@ -119,8 +126,9 @@ def check_sizes(flat: Mapping[str, Any], weights: Mapping[str, Tensor], target: 
         )
     named = [name for name in weights if name.endswith(".bias") and not name.startswith(DSPARK_HEADS)]
     biases = [name for name in named if weights[name].any()]
-    if biases or any(flat.get(key) for key in ("attention_bias", "mlp_bias", "bias")):
-        raise ValueError(f"{source} has biases ({', '.join(biases) or 'by its config.json'}), and a head here has none")
+    stated = [f"{key}: true" for key in ("attention_bias", "mlp_bias", "bias") if flat.get(key)]
+    if biases or stated:
+        raise ValueError(f"{source} has biases ({', '.join(biases or stated)}), and a head here has none")
     if (activation := flat.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"{source}: hidden_act is {shortened(activation)}, and a head here has 'silu'")
     if (scale := flat.get("logit_scale", 1.0)) != 1.0:
@@ -141,24 +149,39 @@ def states_of_fc(weights: Mapping[str, Tensor], wide: int, source: str, noun: st
     return count
 
 
-def check_list(value: Any, count: int, key: str, source: str) -> None:
+def check_list(value: list[int] | None, count: int, key: str, source: str) -> None:
     """Raise ValueError unless ``value`` is None, or the numbers of as many states as ``fc`` takes."""
-    if value is None:
-        return
-    if not (isinstance(value, list) and all(type(number) is int for number in value)):
-        raise ValueError(f"{source}: {key} must be a list of whole numbers, found {shortened(value)}")
-    if len(value) != count:
+    if value is not None and len(value) != count:
         raise ValueError(
             f"{source}: {key} names {len(value)} states, {value}, and fc.weight takes {count} of the target's width"
         )
 
 
-def check_states(taps: Sequence[int], layers: int, source: str) -> None:
-    """Raise ValueError unless a target of this number of layers has the states."""
+def states_of(ids: Sequence[int], read: Callable[[Sequence[int]], list[int]], key: str, source: str) -> list[int]:
+    """The states of the numbers ``ids`` under ``key``; ``read``: ``from_inputs`` or ``from_outputs``."""
+    try:
+        return read(ids)
+    except ValueError as error:
+        raise ValueError(f"{source}: {key} is {list(ids)}: {error}") from None
+
+
+def check_states(taps: Sequence[int], layers: int, key: str, source: str) -> list[str]:
+    """The note on states named twice or in another order than the target's, empty for others; ``key`` names them.
+
+    Raises:
+        ValueError: a target of this number of layers has no such states.
+    """
     if min(taps) < 0 or max(taps) > layers:
         raise ValueError(
-            f"{source} reads the hidden states {list(taps)}, and the target has 0 (embeddings) to {layers}"
+            f"{source} reads the hidden states {list(taps)}, and the target has 0 (embeddings) to {layers}; correct "
+            f"{key}"
         )
+    if (wrong := disorder(taps)) is None:
+        return []
+    return [
+        f"it reads the hidden states {list(taps)} by {key} ({wrong.partition(';')[0]}); engines hand over each once, "
+        "in the order of the layers. Make sure that it was trained so"
+    ]
 
 
 def own_rows(flat: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size: int, source: str) -> int | None:
@@ -171,7 +194,8 @@ def own_rows(flat: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size:
     said = flat.get("draft_vocab_size")
     if head is None:
         if offsets is not None or said not in (None, vocab_size):
-            raise ValueError(f"{source} has a draft vocabulary ({D2T}, {said}), and no {LM_HEAD}: it is incomplete")
+            what = D2T if offsets is not None else f"draft_vocab_size {said:,}"
+            raise ValueError(f"{source} has a draft vocabulary ({what}), and no {LM_HEAD}: it is incomplete")
         return None
     rows = len(head)
     if said not in (None, rows):
@@ -201,33 +225,62 @@ def own_rows(flat: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size:
     return rows
 
 
-def shape_of(flat: Mapping[str, Any], ours: Any, source: str) -> dict[str, Any]:
+def layer_of(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str, notes: list[str]) -> str:
+    """The kind of the layers, by their tensors; raises ValueError for Qwen3's layers without their norms."""
+    norm, said = "layers.0.self_attn.q_norm.weight", flat.get("model_type")
+    if norm not in weights and said == "qwen3":
+        raise ValueError(
+            f"{source}: model_type is 'qwen3', whose layers have norms of queries and keys, and there is no {norm}: "
+            'the file is incomplete. If it was trained without them, set "model_type": "llama"'
+        )
+    if norm in weights and said == "llama":
+        notes.append(f"model_type is 'llama' in its {CONFIG_FILE}, and its layers have Qwen3's norms: read as qwen3")
+    return "qwen3" if norm in weights else "llama"
+
+
+def shape_of(flat: Mapping[str, Any], weights: Mapping[str, Tensor], ours: Any, source: str) -> dict[str, Any]:
     """Where the layers differ from those that the target would give, which have the configuration ``ours``.
 
     Raises:
-        ValueError: RoPE of another kind.
+        ValueError: RoPE of another kind, or other sizes than the tensors'.
     """
     heads = size(flat, "num_attention_heads")
     theirs: dict[str, Any] = {
         "intermediate_size": size(flat, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": size(flat, "num_key_value_heads", heads),
-        "head_dim": size(flat, "head_dim", flat["hidden_size"] // heads),
-        "rms_norm_eps": float(flat.get("rms_norm_eps", 1e-6)),
+        "num_key_value_heads": flat.get("num_key_value_heads") or heads,
+        "head_dim": flat.get("head_dim") or flat["hidden_size"] // heads,
+        "rms_norm_eps": float(flat.get("rms_norm_eps") or 1e-6),
     }
+    _check_layers(flat, theirs, weights, source)
     found = {key: value for key, value in theirs.items() if value != getattr(ours, key)}
     turning = rope(flat)
-    if turning["rope_type"] not in ROPES:
-        raise ValueError(f"{source}: its RoPE is of type {turning['rope_type']!r}; a head here has {', '.join(ROPES)}")
+    if (kind := turning["rope_type"]) not in ROPES:
+        raise ValueError(f"{source}: its RoPE is of type {kind!r} (rope_type); a head here has {', '.join(ROPES)}")
     if turning != rope(ours.to_dict()):
         found["rope_parameters"] = turning
     return found
 
 
+def _check_layers(
+    flat: Mapping[str, Any], sizes: Mapping[str, Any], weights: Mapping[str, Tensor], source: str
+) -> None:
+    """Raise ValueError unless the tensors have as many layers, and as many rows, as config.json says."""
+    layers, said = len({name.split(".")[1] for name in weights if name.startswith("layers.")}), "num_hidden_layers"
+    if flat.get(said, 1) != layers:
+        raise ValueError(f"{source}: {said} is {flat.get(said, 1)} in {CONFIG_FILE}, and its tensors are of {layers}")
+    for name, keys in _ROWS.items():
+        rows = math.prod(sizes[key] for key in keys)
+        if (matrix := weights.get(f"layers.0.{name}.weight")) is not None and len(matrix) != rows:
+            raise ValueError(
+                f"{source}: {' * '.join(keys)} is {rows:,} by {CONFIG_FILE}, and {name} has {len(matrix):,} rows"
+            )
+
+
 def too_short(flat: Mapping[str, Any], target: PretrainedConfig) -> list[str]:
     """The note that engines would stop drafting at a position before the target's last."""
     longest = flat.get("max_position_embeddings")
-    if not isinstance(longest, int) or longest >= target.max_position_embeddings:
+    if longest is None or longest >= target.max_position_embeddings:
         return []
     return [
         f"max_position_embeddings is {longest:,} in its {CONFIG_FILE}, and {target.max_position_embeddings:,} in "
