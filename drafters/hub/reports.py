@@ -1,13 +1,14 @@
 """Read the JSON files that eval.speed and eval.lossless write, and refuse other files.
 
-The schemas list only the keys that tell these files from others. ``read`` returns the whole content.
+The schemas list the keys that model cards and ``eval.compare`` read, so that none is missing or of another type there.
+``read`` returns the whole content.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from drafters.common.wording import json_object
 from drafters.config import Config, validate
@@ -27,6 +28,13 @@ class Target(Part):
     fingerprint: str
 
 
+class Entry(Part):
+    """A drafter of the config."""
+
+    drafter: str
+    label: str | None = None
+
+
 class Facts(Part):
     """What a figure was measured with."""
 
@@ -34,25 +42,96 @@ class Facts(Part):
     dtype: str
     date: str
     argv: list[str]
+    commit: str | None
+    dirty: bool | None
+
+
+class PromptSet(Part):
+    file: str
+    sha256: str
+    prompts: int
+
+
+class Limits(Part):
+    max_new_tokens: int
+    top_k: int
+    top_p: float
+    rounds: int
+    seed: int
+    ignore_eos: bool = False
+
+
+class SpeedConfig(Part):
+    drafters: list[Entry]
+
+
+class SpeedFacts(Facts):
+    """What the figures of a report were measured with."""
+
+    gpu: str | None
+    cpu: str
+    threads: int
+    versions: dict[str, str] = {}
+    prompt_set: PromptSet
+    limits: Limits
+    config: SpeedConfig
+
+
+Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class Row(Part):
+    """A drafter at a temperature and batch size."""
+
+    drafter: str
+    temperature: float
+    batch: int = 1
+    entry: str | None = None
+    lossless: bool
+    tau: float | None
+    speedup: float | None
+    speedup_ci: Interval | None
+    tokens_per_second: float | None
 
 
 class Report(Part):
     """``report.json`` of eval.speed, from its first version on."""
 
-    environment: Facts
+    environment: SpeedFacts
     baseline: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
+
+
+class Greedy(Part):
+    """A dtype's greedy texts."""
+
+    dtype: str
+    texts: int
+    tokens: int
+    divergences: list[dict[str, Any]]
+    unexplained: int
+
+
+class Distance(Part):
+    distance: float
+
+
+class Sampled(Part):
+    tokens: int
+    p_value: float
+    power: float
+    tests: list[Distance]
 
 
 class Certificate(Part):
     """``lossless.json`` of eval.lossless."""
 
     environment: Facts
-    drafter: dict[str, Any]
+    drafter: Entry
     verdict: str
     reasons: list[str]
-    greedy: list[dict[str, Any]]
-    sampled: dict[str, Any] | None
+    greedy: list[Greedy]
+    sampled: Sampled | None
 
 
 Found = dict[str, Any]
