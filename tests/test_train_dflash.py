@@ -96,8 +96,8 @@ def test_runs() -> None:
 
 
 def test_anchors(settings: dict[str, Any]) -> None:
-    """Catches anchors outside of answers or twice in a dialogue, the same ones in each epoch, ones that depend on the
-    packing, slots that are trained behind an answer, held-out anchors that are drawn."""
+    """Catches anchors outside of answers or twice in a dialogue, the same ones in each epoch or in dialogues of one
+    length, ones that depend on the packing, slots trained behind an answer, held-out anchors that are drawn."""
     task, batch = made(settings, 5, 3, 8, anchors=4)
     chosen, again, later = (task.choose(batch, seed) for seed in (1, 1, 2))
     assert chosen.anchors == again.anchors != later.anchors
@@ -117,6 +117,9 @@ def test_anchors(settings: dict[str, Any]) -> None:
                 expected_places.append(4 * block + slot)
             block += 1
     assert chosen.rows.tolist() == expected_rows and chosen.places.tolist() == expected_places
+    possible = torch.ones(40, dtype=torch.bool)  # of dialogues that differ in their numbers only
+    drawn = [task.drawn(possible, 1, number).tolist() for number in (6, 7, 6)]
+    assert drawn[0] == drawn[2] != drawn[1]
     share, _ = made(settings, 5, anchor_share=0.5)
     assert len(share.choose(batch, 1).anchors[0]) == -(-int(batch.shifted(batch.loss_mask, 1)[0, :30].sum()) // 2)
 
@@ -141,6 +144,8 @@ def test_what_is_said_of_the_anchors(settings: dict[str, Any], monkeypatch: pyte
     ends = "of the answers' tokens; the shortest answer has 1 tokens, a block 4"
     assert task.describe([long, short]) == f"anchors: 3 of 9 positions an epoch, 2 {behind} 77.8% {ends}"
     assert task.describe([long]) == f"anchors: 2 of 6 positions an epoch, 2 {behind} 83.3% of the answers' tokens"
+    whole = "anchors: 1 of 4 positions an epoch, 1 of them with a whole block; they cover 100.0% of the answers' tokens"
+    assert task.describe([dialogue("01111")]) == whole  # an answer as long as a block
     monkeypatch.setattr(dflash, "DESCRIBED", 1)
     expected = f"anchors of the first 1 dialogues: 1 of 3 positions an epoch, 0 {behind} 66.7% {ends}"
     assert task.describe([short, long]) == expected
@@ -258,6 +263,8 @@ def test_gamma() -> None:
     for size, gamma in ((8, 4), (10, 5), (16, 7)):
         config: Any = tiny_run.read("dflash", given | {"mask_token_id": 1, "block_size": size})
         assert config.decay == pytest.approx(gamma)
+        assert tiny_run.read("dspark", given | {"mask_token_id": 1, "block_size": size}).decay == 4.0
+        assert config.model_copy(update={"gamma": 2.5}).decay == 2.5
     assert config.settled(lambda: 36).taps == (2, 10, 18, 26, 34)
 
 

@@ -116,7 +116,10 @@ class DFlashTask(Task):
         places = torch.arange(total)
         return replace(batch, rows=places % batch.tokens, places=places, anchors=anchors)
 
-    def most_blocks(self, positions: int) -> int:
+    def trained_rows(self, positions: float) -> float:
+        return self.slots * self.most_blocks(positions)
+
+    def most_blocks(self, positions: float) -> int:
         """Blocks of a dialogue with this number of positions that can be anchors."""
         return min(self.config.anchors, math.ceil(self.config.anchor_share * positions))
 

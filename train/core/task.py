@@ -175,6 +175,10 @@ class Task(ABC):
         """``batch`` with as many trained positions as it can have, for an estimate; their values mean nothing."""
         return replace(batch, rows=torch.arange(batch.tokens))
 
+    def trained_rows(self, positions: float) -> float:
+        """Rows that a dialogue trains, by its number of positions that can be trained; an estimate."""
+        return positions
+
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         """Predictions, targets and weights of the trained positions ``batch.rows``.
 

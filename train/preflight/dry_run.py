@@ -349,7 +349,7 @@ def add_time(
     """Add the hours of training and, without a store, of the target's pass over the data."""
     target, cost, share = task.ends.config, training_cost(task), workload.trained / workload.tokens
     every = workload.lengths or lengths[:1]
-    flops = cost.of(every, 0) / sum(every) + cost.row * share
+    flops = cost.of(every, sum(task.trained_rows(share * length) for length in every)) / sum(every)
     device: Any = given.device or resolve_device()
     peak = config.peak_tflops or peak_tflops(device)
     assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s

@@ -106,11 +106,15 @@ def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
 def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
     """Bytes in a rank's memory during the whole run: DeepSpeed's tensors, by ZeRO stage, and embeddings and LM head.
 
-    Bytes per weight in bf16: weight 2, float32 master 4, Adam's moments 8, gradient 2, float32 sum of gradients 4.
+    Bytes per weight in bf16: weight 2, float32 master 4, Adam's moments 8, gradient 2, float32 sum of gradients 4. Muon
+    has one moment of a matrix, 4 bytes.
     Stage 1 (in bf16 also stage 0) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In float32
     masters exist from stage 1 on. docs/training-memory.md has the table, and a test of the engine counts it.
     """
-    trained = [weights.numel() for weights in task.module.parameters() if weights.requires_grad]
+    named = {name: weights for name, weights in task.module.named_parameters() if weights.requires_grad}
+    trained = [weights.numel() for weights in named.values()]
+    matrices = (weights.numel() for name, weights in named.items() if weights.dim() == 2 and name not in task.lm_heads)
+    moments = 2 * sum(trained) - (sum(matrices) if config.optimizer == "muon" else 0)
     count, largest, frozen = sum(trained), max(trained), parameters(task.module) - sum(trained)
     settings = deepspeed_config(config)["zero_optimization"]
     stage = int(settings["stage"])
@@ -123,11 +127,11 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
         3: 4 * (part + int(settings["reduce_bucket_size"])),
     }[stage]
     on_host = config.offload != "none"
-    ends_count = sum(weights.numel() for weights in {task.ends.embed.weight, task.ends.lm_head.weight})
+    ends_count = task.ends.embed.weight.numel() * (1 if task.ends.config.tie_word_embeddings else 2)
     return {
         "weights": 0 if config.offload == "parameters" else width * (frozen + (part if stage == 3 else count)),
         "float32 masters": 0 if on_host or stage == 0 else 4 * part,
-        "Adam's moments": 0 if on_host else 8 * part,
+        "moments": 0 if on_host else 4 * (moments // ranks if stage >= 1 else moments),
         "gradients": gradients - (4 * part if on_host and stage >= 2 else 0),
         "embedding and LM head": width * ends_count,
     } | ({} if config.weight_average is None else {"weight average": 4 * count})

@@ -1,0 +1,362 @@
+"""Each figure that training reports, computed by hand or by another route than the code's."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import memory_run
+import pytest
+import tiny
+import tiny_run
+import torch
+from block_reference import block_states
+from test_train_eagle3 import chain
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+from data_prep.store.reader import FeatureStore
+from drafters.model.ends import FrozenEnds, LMHead
+from drafters.model.stock import LogitChange
+from train.bench.report import Round, describe, figures
+from train.core.lm_heads import LMHeads
+from train.core.losses import Pairs
+from train.core.task import make_task
+from train.data.packing import Position, Span, collate
+from train.preflight.dry_run import dry_run
+from train.preflight.estimate import memory_parts, meta_task, parameters, pass_memory, target_parameters
+from train.run.files import read_metrics, run_folder_bytes
+from train.run.inputs import open_inputs
+from train.run.summary import make_summary
+from train.watch import meter
+from train.watch.flops import TrainingCost
+from train.watch.heldout import own_answers
+
+BLOCK: dict[str, Any] = {"tap_layers": [tiny_run.TAP], "block_size": 5, "mask_token_id": 2, "layers": 1}
+METHODS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle3": {"tap_layers": [tiny_run.TAP], "ttt_steps": 3},
+    "dflash": BLOCK,
+    "kangaroo": {"exit_layer": tiny_run.TAP},
+    "medusa": {"heads": 3},
+}
+
+
+def task_of(kind: str, settings: dict[str, Any], *dialogues: int, **changes: Any) -> tuple[Any, Any]:
+    """A task of the tiny target, and the batch of some training dialogues with their trained positions."""
+    config = tiny_run.read(kind, settings | METHODS[kind] | changes)
+    inputs = open_inputs(config)
+    task: Any = make_task(config, inputs.ends)
+    if config.draft_vocab:
+        task.draft_with(torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
+    return task, task.choose(collate(inputs.train, list(dialogues), task.config.taps))
+
+
+# ------------------------------------------------------------------------------------------- held-out figures
+
+
+def test_acceptance_by_hand(settings: dict[str, Any]) -> None:
+    """Catches a target's distribution that is renormalised over the draft vocabulary, which makes acceptance too high,
+    tokens numbered by the draft vocabulary, and a correction of other rows.
+
+    Four tokens, of which 1 and 3 are drafted. In the first row p = (.4, .3, .2, .1), q = (.5, .5): min is .3 + .1, and
+    p's first token is 0. In the second p = (.1, .2, .3, .4), and the correction makes q = (.1, .9): .1 + .4, and both
+    rank token 3 first.
+    """
+    own = nn.Linear(4, 2, bias=False)
+    own.weight.data.zero_()
+    heads = LMHeads(tiny_run.read("eagle", settings), LMHead(torch.eye(4)))
+    heads.own, heads.ids, heads.limit = [own], torch.tensor([1, 3], dtype=torch.int32), 1
+    heads.correction = nn.Linear(1, 2, bias=False)
+    heads.correction.weight.data = torch.tensor([[0.0], [1.0]])
+    p = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
+    latents = torch.tensor([[[1.0], [9.0]]]).log()
+    overlap, agree = heads.compare(Pairs(torch.zeros(1, 2, 4), p, latents=latents))
+    torch.testing.assert_close(overlap, torch.tensor([[0.4, 0.5]]))
+    assert agree.tolist() == [[False, True]]
+
+
+def test_figures_of_eagle3s_steps(settings: dict[str, Any]) -> None:
+    """Catches figures of another step or another token, an acceptance over the draft vocabulary only, and a logged loss
+    of a step that is scaled by its decay.
+
+    Reference: one chain after the other by the head itself, logits whole.
+    """
+    task, batch = task_of("eagle3", settings, 1, 3, draft_vocab=60, step_decay=0.5)
+    pairs = task.pairs(task.module, batch)
+    found, ids = task.heldout(task.module, batch, pairs), task.heads.ids.long()
+    losses = task.losses(pairs)
+    for step in range(3):
+        overlap = agree = loss = 0.0
+        for row in batch.rows.tolist():
+            span = next(one for one in batch.spans if one.start <= row < one.start + one.length)
+            q = chain(task, batch, span.start, row - step, step).softmax(-1)
+            logits = task.ends.lm_head(batch.features[0, row + 1])
+            p = logits.softmax(-1)
+            overlap += float(torch.minimum(p[ids], q).sum())
+            agree += float(ids[q.argmax()] == p.argmax())
+            covered = int(p.argmax()) in ids.tolist()
+            loss -= covered * float((logits[ids].softmax(-1) * q.log()).sum())
+        count = len(batch.rows)
+        assert float(found[f"step_{step}_expected_acceptance"].total) == pytest.approx(overlap, rel=1e-4)
+        assert float(found[f"step_{step}_top1"].total) == agree
+        assert int(found[f"step_{step}_top1"].count) == int(found[f"step_{step}_expected_acceptance"].count) == count
+        assert float(losses[f"step_{step}_loss"]) == pytest.approx(loss, rel=1e-4)
+    each = [float(losses[f"step_{step}_loss"]) for step in range(3)]
+    assert float(losses["loss"]) == pytest.approx(each[0] + 0.5 * each[1] + 0.25 * each[2])
+
+
+@pytest.mark.parametrize("layout", ["fill-in", "anchor-first"])
+def test_figures_of_slots(settings: dict[str, Any], layout: str) -> None:
+    """Catches a slot's figures under another's number, or of another token; reference: one block after the other."""
+    task, batch = task_of("dflash", settings, 1, 3, layout=layout, draft_vocab=60)
+    found, ids = task.heldout(task.module, batch, task.pairs(task.module, batch)), task.heads.ids.long()
+    own, slots, size = dict(task.module.named_parameters()), task.slots, task.block_size
+    totals = torch.zeros(slots, 3)  # overlap, agreement, count
+    for span, anchors in zip(batch.spans, batch.anchors, strict=True):
+        mask, states = span.of(batch.loss_mask).tolist(), span.of(batch.taps[tiny_run.TAP])
+        for anchor in anchors:
+            block = torch.tensor([int(span.of(batch.input_ids)[anchor])] + [2] * (size - 1))
+            rows = block_states(own, task.module.config, states[:anchor], task.ends.embed(block), False)
+            for slot, row in enumerate(rows[size - slots :]):
+                if anchor + slot + 1 >= span.length or not mask[anchor + slot + 1]:
+                    break
+                q = (task.module.lm_head.weight @ row).softmax(-1)
+                p = task.ends.lm_head(span.of(batch.features)[anchor + slot]).softmax(-1)
+                shared = float(torch.minimum(p[ids], q).sum())
+                totals[slot] += torch.tensor([shared, float(ids[q.argmax()] == p.argmax()), 1.0])
+    for slot, (shared, agree, count) in enumerate(totals.tolist(), start=1):
+        acceptance, top1 = found[f"slot_{slot}_expected_acceptance"], found[f"slot_{slot}_top1"]
+        assert (float(acceptance.total), int(acceptance.count)) == (pytest.approx(shared, rel=1e-4), count)
+        assert (int(top1.total), int(top1.count)) == (agree, count)
+    assert float(found["expected_acceptance"].total) == pytest.approx(float(totals[:, 0].sum()), rel=1e-4)
+    assert int(found["top1_agreement"].total) == int(totals[:, 1].sum())
+    assert int(found["top1_agreement"].count) == int(totals[:, 2].sum()) == len(batch.rows)
+
+
+def test_confidence_by_hand(settings: dict[str, Any]) -> None:
+    """Catches an error of logits instead of probabilities, and one that the slots' weights scale."""
+    task, batch = task_of("dflash", settings, 1)
+    dspark: Any = make_task(tiny_run.read("dspark", settings | BLOCK | {"markov_rank": 8}), task.ends)
+    pairs = Pairs(torch.zeros(1, 2, 1), torch.zeros(2, 1), confidence=torch.tensor([1.0, 4.0]).log())
+    overlap, chosen = torch.tensor([0.25, 1.0]), replace(batch, places=torch.tensor([0, 1]))
+    error = dspark.figures(chosen, pairs, overlap, overlap > 0.5)["confidence_error"]
+    assert float(error.total) == pytest.approx((0.5 - 0.25) + (1.0 - 0.8)) and int(error.count) == 2
+
+
+def test_own_answers_by_hand(settings: dict[str, Any], store: FeatureStore, ends: FrozenEnds) -> None:
+    """Catches a share of the prompts' tokens, or of another token's choice."""
+    task, batch = task_of("kangaroo", settings, 1, 3)
+    place = int(batch.loss_mask[0].nonzero()[0])  # the first token of an answer
+    batch.input_ids[0, place] = ends.lm_head(batch.features[0, place - 1]).argmax()
+    right = total = start = 0
+    for item in (store[1], store[3]):
+        for t in range(1, len(item.input_ids)):
+            total += int(item.loss_mask[t])
+            chosen = int(ends.lm_head(item.features[t - 1]).argmax())
+            right += int(item.loss_mask[t]) * (chosen == int(batch.input_ids[0, start + t]))
+        start += len(item.input_ids)
+    found = own_answers(task, batch)
+    assert (int(found.total), int(found.count)) == (right, total) and right > 0
+
+
+SCALED = LogitChange(0.25, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("eagle3", {"lm_head_start": "target"}),
+        ("eagle3", {"lm_head_start": "target", "draft_vocab": 60}),
+        ("dflash", {"draft_vocab": 60}),
+        ("kangaroo", {"own_lm_head": True}),
+        ("medusa", {"own_lm_heads": True}),
+    ],
+)
+def test_an_lm_head_begins_with_the_targets_logits(
+    settings: dict[str, Any], ends: FrozenEnds, kind: str, more: dict[str, Any]
+) -> None:
+    """Catches an LM head of the drafter's own that begins without the target's scale of logits, or with other rows."""
+    config: Any = tiny_run.read(kind, settings | METHODS[kind] | more)
+    task: Any = make_task(config, replace(ends, lm_head=LMHead(ends.lm_head.weight, SCALED)))
+    ids = torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab or tiny.VOCAB_SIZE].int()
+    if config.draft_vocab:
+        task.draft_with(ids)
+    states = torch.randn(3, tiny.HIDDEN_SIZE)
+    expected = (0.25 * states @ ends.lm_head.weight.T)[:, ids.long().sort().values]
+    for head in task.heads.own:
+        torch.testing.assert_close(head(states), expected)
+    assert task.heads.own
+
+
+# ------------------------------------------------------------------------------------------- training's own lines
+
+
+def test_the_first_step_by_hand(settings: dict[str, Any], features: Path) -> None:
+    """Catches a loss or a gradient norm that is summed over tokens, averaged over micro-batches of unequal answers, or
+    of clipped gradients, and tokens that count the trained ones only."""
+    changes = {"noise": "none", "gradient_accumulation": 2, "gradient_clipping": 1e-3, "steps": 1, "verify": False}
+    run = tiny_run.train_here("eagle", settings | changes)
+    row = next(row for row in read_metrics(Path(settings["out"])) if "loss" in row)
+    task, _ = task_of("eagle", settings, 0, noise="none")  # of the same seed: the weights of step 0
+    dialogues = next(run.data.plan(Position()))[0]
+    batch = task.choose(collate(run.inputs.train, dialogues))
+    loss = task.losses(task.pairs(task.module, batch))["loss"] / len(batch.rows)
+    loss.backward()
+    norm = torch.cat([weights.grad.flatten() for weights in task.module.parameters()]).norm()
+    assert row["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    store = FeatureStore.open(features / "train")
+    assert row["tokens"] == sum(len(store[index].input_ids) for index in dialogues) > len(batch.rows)
+
+
+def test_a_meters_lines_by_hand(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rate or an MFU that counts evaluations or earlier lines, one rank's tokens as those of all, and a wait
+    that counts the work.
+
+    Two steps of 2 s waiting and 3 s work, 100 s of evaluation between them: 1,000 tokens in 10 s.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(meter.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(meter, "peak_memory_bytes", lambda device: {"device": None, "host": 2_500_000_000})
+    task: Any = SimpleNamespace(config=tiny_run.read("eagle", settings | {"peak_tflops": 1e-6}))
+    watched = meter.Meter(task, TrainingCost(token=1000, pair=10, row=100), torch.device("cpu"))
+    batch: Any = SimpleNamespace(rows=torch.arange(7), spans=[Span(0, 0, 4, 0), Span(0, 4, 3, 1)])
+
+    def slow() -> Any:
+        while True:
+            clock[0] += 2.0
+            yield [batch]
+
+    steps = watched.watch(slow(), tokens=5000)
+    for _ in range(2):
+        batches: Any = next(steps)
+        clock[0] += 3.0
+        watched.step_done(batches)
+        clock[0] += 100.0
+    flops = 2 * (1000 * 7 + 10 * (4 * 5 // 2 + 3 * 4 // 2) + 100 * 7)
+    found = watched.figures(6000)
+    mfu = pytest.approx(flops / 10 / 1e6, abs=5e-5)
+    assert found == {"tokens_per_second": 100.0, "data_wait": 0.4, "peak_memory_gb": 2.5, "mfu": mfu}
+    batches = next(steps)
+    watched.step_done(batches)
+    assert watched.figures(6050)["tokens_per_second"] == 25.0
+    steps.close()
+
+
+def test_a_summary_by_hand(tmp_path: Path) -> None:
+    """Catches a mean speed that counts the first line, a best acceptance that is the lowest, the peak of the last line,
+    and minutes of another row."""
+    rows = [
+        {"step": 0, "heldout_loss": 3.0, "heldout_tau": 1.0, "tau_seconds": 4.0, "seconds": 0.0},
+        {"step": 1, "loss": 9.0, "tokens": 10, "tokens_per_second": 1.0, "data_wait": 0.9, "peak_memory_gb": 7.0},
+        {"step": 2, "loss": 5.0, "tokens": 20, "tokens_per_second": 30.0, "data_wait": 0.1, "peak_memory_gb": 9.0},
+        {"step": 2, "heldout_loss": 2.0, "heldout_tau": 2.5, "tau_seconds": 5.0, "seconds": 60.0},
+        {"step": 3, "loss": 4.0, "tokens": 35, "tokens_per_second": 50.0, "data_wait": 0.3, "peak_memory_gb": 8.0},
+        {"step": 3, "heldout_loss": 2.5, "heldout_tau": 2.0, "tau_seconds": 6.0, "seconds": 90.0},
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({"config": {}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = make_summary(tmp_path, "finished")
+    assert (made["steps"], made["tokens"], made["minutes"]) == (3, 35, 1.5)
+    speed = {"tokens_per_second": 40.0, "mfu": None, "data_wait": 0.2, "peak_memory_gb": 9.0, "tau_seconds": 15.0}
+    assert made["speed"] == speed
+    assert made["training"] == {"loss": 4.0, "learning_rate": None, "grad_norm": None}
+    assert made["heldout"]["heldout_loss"] == {"first": 3.0, "last": 2.5, "best": 2.0, "best_step": 2}
+    assert made["heldout"]["heldout_tau"] == {"first": 1.0, "last": 2.0, "best": 2.5, "best_step": 2}
+
+
+def test_rounds_by_hand() -> None:
+    """Catches padding that counts as tokens, a wait over another time, a mean for the median, and the MFU of the first
+    round."""
+    rounds = [Round(100, 125, 4e9, 1.0, 10.0, 5), Round(100, 125, 4e9, 1.0, 2.0, 9), Round(100, 150, 4e9, 2.0, 4.0, 7)]
+    found = figures(rounds, None, 0.001)
+    assert found == {
+        "tokens_per_second": 25.0,
+        "mfu": pytest.approx(1.0),
+        "peak_bytes": 9,
+        "padding": 1 - 300 / 400,
+        "data_wait": 4.0 / 16.0,
+        "failed": None,
+        "rounds": [10.0, 50.0, 25.0],
+    }
+    result = {
+        "sides": ["ours", "plain"],
+        "ours": found,
+        "plain": found | {"mfu": None},
+        "ratio": 1.5,
+        "peak_ratio": 0.5,
+    }
+    assert describe(result).splitlines() == [
+        "ours   25 tokens/s, MFU 100.0%, 25% padding, peak 9 bytes",
+        "plain  25 tokens/s, 25% padding, peak 9 bytes",
+        "ratio  1.50 times the tokens/s (median of 3 rounds), 0.50 of the peak memory",
+    ]
+
+
+# ------------------------------------------------------------------------------------------- estimates
+
+
+def test_memory_by_hand(settings: dict[str, Any]) -> None:
+    """Catches an average of the weights in bf16, frozen ends that count twice or in float32, and states of fewer taps.
+
+    The micro-batch holds three numbers of 8 bytes and a flag for each token, and two states of two bytes a value.
+    """
+    given = settings | METHODS["kangaroo"] | {"precision": "bf16"}
+    target = LlamaConfig(**memory_run.SHAPE)
+    plain, averaged = (tiny_run.read("kangaroo", given | {"weight_average": decay}) for decay in (None, 0.99))
+    for tied, times in ((False, 2), (True, 1)):
+        target.tie_word_embeddings = tied
+        task = meta_task(averaged, target)
+        parts = memory_parts(averaged, task, 1)
+        assert parts["weight average"] == 4 * parameters(task.module)
+        assert parts["embedding and LM head"] == 2 * times * 8192 * 512
+    assert "weight average" not in memory_parts(plain, task, 1)
+    count = parameters(task.module)
+    assert run_folder_bytes(plain, task.module) == 3 * 12 * count + 2 * 2 * count
+    assert run_folder_bytes(averaged, task.module) == 3 * 16 * count + 2 * 2 * count
+    assert pass_memory(plain, target, [10, 20])["batch"] == 30 * (3 * 8 + 1 + 2 * 2 * 512)
+
+
+def test_parameters_that_a_token_uses(tiny_model: Any) -> None:
+    """Catches a mixture of experts that counts all of them for each token, norms, or embeddings that are looked up."""
+    hidden, inner, vocab, layers = tiny.HIDDEN_SIZE, 80, tiny.VOCAB_SIZE, 4
+    attention = 2 * hidden * 4 * 16 + 2 * hidden * 2 * 16
+    dense, experts = tiny_model("llama"), tiny_model("mixtral")
+    total, active = target_parameters(dense.config)
+    assert total == sum(weights.numel() for weights in dense.parameters())
+    assert active == layers * (attention + 3 * hidden * inner) + vocab * hidden
+    total, active = target_parameters(experts.config)
+    assert total == sum(weights.numel() for weights in experts.parameters())
+    router = 4 * hidden
+    assert active == layers * (attention + router + 2 * 3 * hidden * inner) + vocab * hidden
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "kangaroo", "medusa", "dflash"])
+def test_the_flops_of_a_dry_run(settings: dict[str, Any], kind: str) -> None:
+    """Catches a training time of block drafters that counts each position once, though several blocks predict it, and
+    their attention as none.
+
+    Reference: torch's counter over the whole store. It counts attention to later tokens, too, and blocks at the ends
+    of answers have slots without a loss.
+    """
+    task, batch = task_of(kind, settings | {"peak_tflops": 1.0}, *range(14))
+    report = dry_run(task.config, tiny_run.arguments(mfu=0.5)).text()
+    (rate,) = re.findall(r"time .* at ([\d,]+) tokens/s \(assuming an MFU of 50% of 1 TFLOP/s", report)
+    with FlopCounterMode(display=False) as counted:
+        task.losses(task.pairs(task.module, task.choose(batch, 0), 0))["loss"].backward()
+    flops = 0.5e12 / int(rate.replace(",", ""))
+    assert 0.8 < flops * batch.tokens / counted.get_total_flops() < 1.25
+
+
+def test_the_time_of_a_dry_run(settings: dict[str, Any]) -> None:
+    """Catches hours that ignore epochs, or the limit that comes first, and tokens of an epoch for those of the run."""
+    tokens = sum(tiny_run.LENGTHS["train"])
+    given = settings | {"steps": None, "epochs": 4000}
+    for more, hours in (({}, 4000 * tokens / 50 / 3600), ({"minutes": 90.0}, 1.5)):
+        report = dry_run(tiny_run.read("eagle", given | more), tiny_run.arguments(tokens_per_second=50.0)).text()
+        (found,) = re.findall(r"time +([\d.]+) hours of training at 50 tokens/s \(as given", report)
+        assert float(found) == pytest.approx(hours, rel=0.05)
