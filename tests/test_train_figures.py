@@ -79,6 +79,7 @@ def test_acceptance_by_hand(settings: dict[str, Any]) -> None:
     assert agree.tolist() == [[False, True]]
 
 
+@torch.no_grad()
 def test_figures_of_eagle3s_steps(settings: dict[str, Any]) -> None:
     """Catches figures of another step or another token, an acceptance over the draft vocabulary only, and a logged loss
     of a step that is scaled by its decay.
@@ -110,6 +111,7 @@ def test_figures_of_eagle3s_steps(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fill-in", "anchor-first"])
+@torch.no_grad()
 def test_figures_of_slots(settings: dict[str, Any], layout: str) -> None:
     """Catches a slot's figures under another's number, or of another token; reference: one block after the other."""
     task, batch = task_of("dflash", settings, 1, 3, layout=layout, draft_vocab=60)
