@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,11 +29,10 @@ from drafters.config import validate
 from drafters.methods import drafter_class
 from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
 from train.configs import StartConfig, schema_of
-from train.plan.configs import Noted, mask_token, page_text, values_of
-from train.plan.facts import Data, Machine, Model, Rates, look_at_model
+from train.plan.facts import Data, Machine, Model, Rates, look_at_model, mask_token
+from train.plan.fill import fill
 from train.plan.shares import check_minutes, compared_methods, fixed_steps
 from train.plan.steps import Plan, Planner
-from train.plan.write import script
 
 SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
 SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
@@ -135,18 +135,18 @@ def test_from_a_model_alone_to_answers(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches unanswered questions that the split drops, and a plan that no step's schema takes."""
-    monkeypatch.setattr("train.plan.configs.ASKED", 200)  # a random target seldom ends a question
+    monkeypatch.setattr("train.plan.steps.ASKED", 200)  # a random target seldom ends a question
     out, pythons = tmp_path / "mine", Pythons(tmp_path / "pythons")
     monkeypatch.setattr(sys, "executable", str(pythons.folder / "python"))
     given = ["--target", str(target_folder), "--out", str(out)]
     train.start.main(given)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "no --data: the target asks itself; 32 questions and their answers" in printed
+    assert "no --data: the target asks itself, up to" in printed
     assert f"read some of {out}/asked/questions.jsonl" in printed
     edit(out / "configs/magpie.yaml", count=40, max_new_tokens=200)
     edit(out / "configs/regenerate.yaml", max_new_tokens=8)
-    script = (out / "run.sh").read_text().split("\n# 4. ")[0]  # without the features and all that follows
-    (out / "run.sh").write_text(script.replace("--heldout 200", "--heldout 8"))
+    script = (out / "run.sh").read_text().split("\n# features: ")[0]  # without the features and all that follows
+    (out / "run.sh").write_text(script.replace("--heldout 200 ", "--heldout 8 "))
     subprocess.run(["bash", str(out / "run.sh")], check=True, timeout=300)
     assert [words.split()[1] for words in pythons.asked[:2]] == ["data_prep.magpie", "data_prep.split"]
     asked, held, new = (
@@ -167,42 +167,35 @@ def model(target_folder: Path) -> Model:
 def plan(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> Plan:
     """A plan for a machine that is described, not measured; ``changes``: of its parts, and of the start."""
     monkeypatch.setattr(Planner, "training_rate", lambda self, config: 2000.0)
-    monkeypatch.setattr(Planner, "needed", lambda self, config: (1.0, 1.0))  # which the dry run's tests check
+    monkeypatch.setattr(Planner, "check", lambda self, config: None)  # which the dry run's tests check
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    data = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
-    machine = Machine(torch.device("cpu"), 0, 2, 10**11, 10**11, "bfloat16")
-    rates = Rates(100.0, 800.0, 64, 50.0, 5000.0, 10.0, 10**8, 300.0)
+    machine = Machine(torch.device("cpu"), 0, 10**11, 10**11, "bfloat16")
     start = {"target": model.name, "data": "data.jsonl", "out": str(tmp_path / "mine")}
     start |= {key: changes.pop(key) for key in ("method", "minutes", "hub") if key in changes}
-    parts = {"data": data, "machine": machine, "rates": rates}
+    parts = {"data": DATA, "machine": machine, "rates": known()}
     for key, value in changes.items():
         part = next(name for name, each in parts.items() if hasattr(each, key))
         parts[part] = replace(parts[part], **{key: value})
-    made = Planner(model, **parts, settings=validate(StartConfig, start, "test")).make()
-    for file, page in made.files.items():
-        values = values_of(page)
-        assert yaml.safe_load(page_text("title", "command", page)) == values
-        if (name := file.removesuffix(".yaml")) in SCHEMAS:
-            validate(SCHEMAS[name], values, file)
-    subprocess.run(["bash", "-n"], input=script(made, ["python"]), text=True, check=True)
+    made = Planner(validate(StartConfig, start, "test"), model, **parts).make(["python"])
+    for name, schema in SCHEMAS.items():
+        if f"configs/{name}.yaml" in made.files:
+            validate(schema, config_of(made, name), name)
+    subprocess.run(["bash", "-n"], input=made.files["run.sh"], text=True, check=True)
+    steps = re.findall("^# ([a-z]+): about", made.files["run.sh"], re.M)
+    assert steps == list(made.seconds)
     return made
+
+
+def config_of(made: Plan, name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(made.files[f"configs/{name}.yaml"]))
 
 
 def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches steps that together take longer than was said, and answers without time to train on them."""
     for minutes in (12, 120, 1200):
-        made = plan(model, monkeypatch, tmp_path, minutes=minutes)
-        assert [step.name for step in made.steps] == [
-            "split",
-            "answers",
-            "features",
-            "train",
-            "speed",
-            "lossless",
-            "card",
-        ]
-        assert 0.75 * minutes < sum(step.seconds for step in made.steps) / 60 < 1.05 * minutes
-        took = {step.name: step.seconds for step in made.steps}
+        took = plan(model, monkeypatch, tmp_path, minutes=minutes).seconds
+        assert list(took) == ["split", "answers", "features", "train", "speed", "lossless", "card"]
+        assert 0.75 * minutes < sum(took.values()) / 60 < 1.05 * minutes
         assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
     with pytest.raises(ValueError, match=r"--minutes 2: starting .* take [\d.]+ of them here, .* give at least \d"):
         plan(model, monkeypatch, tmp_path, minutes=2)
@@ -210,7 +203,7 @@ def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp
 
 def known(**changes: Any) -> Rates:
     """A machine's rates."""
-    return replace(Rates(100.0, 800.0, 64, 50.0, 5000.0, 10.0, 10**8, 300.0), **changes)
+    return replace(Rates(100.0, 800.0, 64, 5000.0, 10.0, 300.0), **changes)
 
 
 DATA = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
@@ -261,7 +254,7 @@ def test_too_few_minutes_are_refused_at_once(
         raise AssertionError("too late")
 
     told = r"of them here, by what is known before all is measured, .* give at least \d+"
-    monkeypatch.setattr("train.plan.rates.some_prompts", refuse)
+    monkeypatch.setattr("train.plan.rates.answering", refuse)
     monkeypatch.setattr("train.plan.rates.exact_rate", lambda *given: 0.1)
     with pytest.raises(ValueError, match=told):
         train.start.main([*given, "--minutes", "300"])
@@ -271,19 +264,26 @@ def test_too_few_minutes_are_refused_at_once(
     assert not (tmp_path / "mine").exists()
 
 
-def test_names_go_into_a_script(model: Model, target_folder: Path, tmp_path: Path) -> None:
+def test_names_go_into_a_script(
+    model: Model, target_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Catches a name with a line break, whose second line the shell would run, and a folder whose name it would
     expand."""
     given = {"target": str(target_folder), "data": "d", "out": "o"}
     for key in given:
         with pytest.raises(ValueError, match=f"{key}: has a line break"):
             validate(StartConfig, given | {key: "a\ntouch b"}, "the command line")
-    last = script(Plan(report="runs/$(touch x)/speed/report.md"), ["python"]).splitlines()[-1]
-    said = subprocess.run(["bash", "-c", last], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert said.endswith("finished: runs/$(touch x)/speed/report.md\n") and not (tmp_path / "x").exists()
-    assert page_text("t", "c", {"a": Noted(1, "b\nc: 2")}).splitlines()[2:] == [
-        "a: 1                            # b c: 2"
-    ]
+    monkeypatch.chdir(tmp_path)
+    made = plan(model, monkeypatch, tmp_path / "$(touch x)")
+    last = ["out=" + shlex.quote(str(tmp_path / "$(touch x)" / "mine")), made.files["run.sh"].splitlines()[-1]]
+    assert last[0] in made.files["run.sh"].splitlines()
+    said = subprocess.run(["bash", "-c", "\n".join(last)], capture_output=True, text=True, check=True).stdout
+    assert "/$(touch x)/mine/speed/report.md" in said and not (tmp_path / "x").exists()
+    asked = fill(
+        "magpie.yaml",
+        {"out": "o", "target": "a: b # c", "source": "s", "count": 1, "asking": 1, "rows": 1, "question": 2},
+    )
+    assert yaml.safe_load(asked)["target"] == "a: b # c"
 
 
 def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,23 +291,21 @@ def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tm
     whose options were not searched.
     """
     made = plan(model, monkeypatch, tmp_path, disk=10**8)
-    assert "features" not in [step.name for step in made.steps]
-    assert values_of(made.files["eagle.yaml"])["features"] == "online"
+    assert "features" not in made.seconds
+    assert config_of(made, "eagle")["features"] == "online" and "heldout" in config_of(made, "eagle")["data"]
     assert "are computed during training" in made.notes[0]
     made = plan(model, monkeypatch, tmp_path, own=True, minutes=30)
-    assert "answers" not in [step.name for step in made.steps]
-    assert made.files["features.yaml"]["limit"] < 10_000
+    assert "answers" not in made.seconds
+    assert config_of(made, "features")["limit"] < 10_000
     made = plan(model, monkeypatch, tmp_path, method="kangaroo", hub="you/it")
-    assert [step.name for step in made.steps][-4:] == ["tune", "speed", "lossless", "push"]
-    assert "tune/best.yaml" in made.steps[-3].commands[0]
+    assert list(made.seconds)[-4:] == ["tune", "speed", "lossless", "push"]
+    assert '$out/tune/best.yaml"' in made.files["run.sh"] and "you/it --report" in made.files["run.sh"]
     made = plan(model, monkeypatch, tmp_path, exact=None)
-    assert "lossless" not in [step.name for step in made.steps]
-    assert "--certificate" not in made.steps[-1].commands[-1]
+    assert "lossless" not in made.seconds and "--certificate" not in made.files["run.sh"]
     made = plan(model, monkeypatch, tmp_path, gpus=2)
-    lines = {step.name: step.commands for step in made.steps}
-    assert lines["train"][0].startswith("deepspeed ")
-    on_both = [*lines["answers"], *lines["features"]]
-    assert all(line.startswith("torchrun --standalone --nproc-per-node 2 -m data_prep.") for line in on_both)
+    lines = made.files["run.sh"].splitlines()
+    assert len([line for line in lines if line.startswith("  deepspeed ")]) == 1
+    assert len([line for line in lines if "torchrun --standalone --nproc-per-node 2 -m data_prep." in line]) == 3
 
 
 def other(model: Model, **changes: Any) -> Model:
@@ -322,16 +320,16 @@ def test_heads_of_several_states(method: str, model: Model, monkeypatch: pytest.
     large = other(model, vocab_size=100_000, num_hidden_layers=8)
     for target, vocabulary in (other(model, num_hidden_layers=8), None), (large, 16_384):
         made = plan(target, monkeypatch, tmp_path, method=method)
-        config = validate(schema_of(method), values_of(made.files[f"{method}.yaml"]), "the training")
+        config = validate(schema_of(method), config_of(made, method), "the training")
         config = config.settled(lambda: 8)
-        assert config.taps and values_of(made.files["features.yaml"])["exit_layers"] == list(config.taps)
+        assert config.taps and config_of(made, "features")["exit_layers"] == list(config.taps)
         assert (config.draft_vocab, config.loss_vocab) == (vocabulary, None)
-        rows = values_of(made.files["speed.yaml"])["drafters"]
+        rows = config_of(made, "speed")["drafters"]
         options = drafter_class(method).options.model_fields
         assert len(rows) == 5
         assert all(set(row) - {"label", "drafter", "checkpoint"} <= set(options) for row in rows[2:4])
     made = plan(large, monkeypatch, tmp_path, method=method, minutes=20)
-    assert values_of(made.files[f"{method}.yaml"])["draft_vocab"] == 4096
+    assert config_of(made, method)["draft_vocab"] == 4096
 
 
 def test_the_mask_token_is_one_that_texts_lack(model: Model) -> None:
@@ -339,11 +337,11 @@ def test_the_mask_token_is_one_that_texts_lack(model: Model) -> None:
     tokenizer = model.chat.tokenizer
     data = Data("data.jsonl", 10, 10, 100, 50, False, "", 1.0)
     larger, full = (other(model, vocab_size=len(tokenizer) + more) for more in (3, 0))
-    assert mask_token(larger, data)[0] == len(tokenizer)
+    assert mask_token(larger, data) == len(tokenizer)
     special = tokenizer.convert_tokens_to_ids(sorted(model.chat.special_tokens))
     lacked = next(token for token in special if token != tokenizer.eos_token_id)
     others = np.array([token for token in special if token != lacked])
-    assert mask_token(full, replace(data, some=[MaskedTokens(others, others > 0)]))[0] == lacked
+    assert mask_token(full, replace(data, some=[MaskedTokens(others, others > 0)])) == lacked
     every = np.array(special)
     with pytest.raises(ValueError, match="give --method eagle3"):
         mask_token(full, replace(data, some=[MaskedTokens(every, every > 0)]))
