@@ -55,15 +55,31 @@ def test_the_model_is_left_as_it_was() -> None:
     """Catches weights that stay in float32, hooks that stay, and windows and settings that stay cut."""
     model = tiny.build("mistral-sliding").to(torch.bfloat16)
     before = copy.deepcopy(model.state_dict())
-    torch.set_float32_matmul_precision("medium")
-    try:
-        found = TargetModel(model)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    found = TargetModel(model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.config.sliding_window == tiny.SLIDING_WINDOW and set(found.windows) == {tiny.SLIDING_WINDOW}
+    assert found._parts == {}  # made before weights are quantised, a part would keep the former ones
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("model.layers.2.mlp.up_proj.weight", torch.nan, "download or save the checkpoint again"),
+        ("lm_head.weight", torch.nan, "download or save the checkpoint again"),
+        ("model.layers.1.input_layernorm.weight", 1e6, "load it with bfloat16 or float32"),
+    ],
+)
+def test_the_tensor_with_nan_is_named(name: str, value: float, advice: str) -> None:
+    """Catches one damaged weight told as a range of numbers too small, or as a model that cannot be run."""
+    for engine in ("stock", "fused"):
+        model = tiny.build("llama")
+        model.get_parameter(name).data.flatten()[7] = value
+        kind = "float16" if value == value else "bfloat16"
+        with pytest.raises(
+            ValueError, match=rf"^it: 1 of the \d+ values of {name} are NaN or infinite in {kind}; {advice}$"
+        ):
+            load(model, kind, engine)
 
 
 # ------------------------------------------------------------------------- ours is wrong (the engine, or how it is run)
@@ -206,6 +222,41 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
     monkeypatch.setattr(FusedAttention, "__call__", single)
     with pytest.raises(ValueError, match="gives other features over a tree"):
         load(model, dtype)
+
+
+def flipped(over: Callable[..., Any], rows: Callable[..., bool]) -> Callable[..., list[torch.Tensor]]:
+    """The features over a tree, of the wrong sign in ``rows`` (text, row)."""
+
+    def wrong(*given: Any) -> list[torch.Tensor]:
+        texts = over(*given)
+        for text, features in enumerate(texts):
+            for row in range(len(features)):
+                features[row] *= -1 if rows(text, row) else 1
+        return texts
+
+    return wrong
+
+
+# Rows of either text: one that is right in each group, and those that may be wrong.
+BEST = {(0, 0), (0, 4), (0, 5), (0, 6), (0, 9), (1, 0), (1, 4), (1, 7)}
+SINGLE = {(0, 1), (0, 4), (0, 8), (0, 11), (1, 5), (1, 9)}
+GROUPS = {"a prompt": {(1, 0), (1, 1)}, "roots": {(0, 4), (1, 2)}, "rows behind them": {(0, 5), (1, 3)}}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_middle_rows_are_judged(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check of each group's worst row, though rounding sends single rows to other experts; of its best row;
+    or of the best groups."""
+    model = tiny.build("llama").to(getattr(torch, dtype))
+    over = check._over_a_tree
+    monkeypatch.setattr(check, "_over_a_tree", flipped(over, lambda *row: row in SINGLE))
+    load(model, dtype)
+    wrong: list[Callable[..., bool]] = [lambda *row: row not in BEST]
+    wrong += [lambda *row, group=group: row in group for group in GROUPS.values()]
+    for rows in wrong:
+        monkeypatch.setattr(check, "_over_a_tree", flipped(over, rows))
+        with pytest.raises(ValueError, match="gives other features over a tree"):
+            load(model, dtype)
 
 
 # --------------------------------------------------------------------------- the model does more than we know of

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage, StorageRows
-from drafters.model.check import bound, off
+from drafters.model.check import most_allowed, off
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
 from drafters.model.runner import Part, Runner, Taps, attention_kernels
@@ -230,4 +230,5 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
         return str(failure).splitlines()[0]
     finally:
         whole.captured.clear()  # it references ``whole``: a cycle would keep its graphs until the next collection
-    return graphs.broken or (None if most <= bound(target) else f"in a captured trial features are off by {most:.2g}")
+    differs = most > most_allowed(target, tokens, most)
+    return graphs.broken or (f"in a captured trial features are off by {most:.2g}" if differs else None)

@@ -4,15 +4,14 @@ transformers' models take a mask, positions and a cache from their caller. Nothi
 scaled embeddings, capped logits, norms in any order, sinks, latent attention and routers need no code here.
 """
 
-import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -20,6 +19,7 @@ from drafters.config import Engine
 from drafters.model.cache import KVCache, Shape
 from drafters.model.rows import CHAIN, Placed, Rows, Scope
 from drafters.model.runner import Runner, Taps, Transform, attention_kernels, identity, model_time
+from drafters.model.variants import StandIn, variant
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -105,8 +105,12 @@ class StockRunner(Runner):
         self.scopes, self.body = scopes, body_of(model)
         self.layers = decoder_layers(self.body)
         self._vocab = len(model.get_input_embeddings().weight)
+        # Near the end of the context drafts reach beyond it, with rows that can never be accepted. A table of learned
+        # positions has no entry for them.
+        self._last_position = (getattr(model.config, "max_position_embeddings", None) or 1 << 30) - 1
         self._shapes: list[Shape] = []
-        self._alone = threading.Lock()  # a forward changes the model: its hooks, and with Kangaroo its layers
+        self._bodies: dict[tuple[int, int | None, tuple[int, ...]], Any] = {}  # variants of the body, as forwards need
+        self._noted = _Noted()
 
     @torch.no_grad()
     def shapes(self) -> list[Shape]:
@@ -154,47 +158,50 @@ class StockRunner(Runner):
             masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in self.scopes.items()}
             named["attention_mask"] = masks.get("", masks)  # one mask, or one for each type of layer
         if cache is not None or not own_mask:
-            named["position_ids"] = placed.positions()
+            named["position_ids"] = placed.positions().clamp_max(self._last_position)
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
-        found: Taps = {start: given} if start else {}
-        with self._alone, model_time(), attention_kernels(given.device):
-            hooks = [self._hook(tap, found) for tap in taps if tap not in found]
-            try:
-                with self._only(start, stop):
-                    hidden = self.body(**named, use_cache=cache is not None).last_hidden_state
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        return hidden.to(given.device), {tap: found[tap].to(given.device) for tap in taps}
-
-    def _hook(self, tap: int, found: Taps) -> RemovableHandle:
-        """Have the states after ``tap`` layers put into ``found``."""
-
-        def after(module: nn.Module, given: Any, output: Any) -> None:
-            found[tap] = output[0] if isinstance(output, tuple) else output
-
-        def before(module: nn.Module, given: Any, named: Any) -> None:
-            found[tap] = given[0] if given else named["hidden_states"]
-
-        if tap:
-            return self.layers[tap - 1].register_forward_hook(after)
-        return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
-
-    @contextlib.contextmanager
-    def _only(self, start: int, stop: int | None) -> Iterator[None]:
-        """Leave out the layers before ``start`` and from ``stop`` on, and with ``stop`` the final norm."""
-        if start == 0 and stop is None:
-            yield
-            return
-        norm = self.body.norm
+        states = self._noted.states = {start: given} if start else {}
         try:
-            self.body.layers = self.layers[start:stop]
-            if stop is not None:
-                self.body.norm = nn.Identity()
-            yield
+            with model_time(), attention_kernels(given.device):
+                hidden = self._between(start, stop, taps)(**named, use_cache=cache is not None).last_hidden_state
         finally:
-            self.body.layers, self.body.norm = self.layers, norm
+            self._noted.states = {}
+        return hidden.to(given.device), {tap: states[tap].to(given.device) for tap in taps}
+
+    def _between(self, start: int, stop: int | None, taps: tuple[int, ...]) -> Any:
+        """Return the body with the layers from ``start`` to ``stop`` only, which notes the states at ``taps``.
+
+        With ``stop``, it has no final norm.
+        """
+        if start == 0 and stop is None and not taps:
+            return self.body
+        key = start, stop, taps
+        if key not in self._bodies:
+            layers = list(self.layers)
+            for tap in taps:
+                at, note = (tap - 1, partial(self._noted.output, tap)) if tap else (0, self._noted.entry)
+                layers[at] = StandIn(layers[at], note)
+            parts: dict[int, nn.Module] = {id(self.layers): nn.ModuleList(layers[start:stop])}
+            if stop is not None:
+                parts[id(self.body.norm)] = nn.Identity()
+            self._bodies[key] = variant(self.body, parts)
+        return self._bodies[key]
+
+
+class _Noted(threading.local):
+    """Hidden states that the present forward of a thread has noted, by the number of layers before them."""
+
+    def __init__(self) -> None:
+        self.states: Taps = {}
+
+    def output(self, tap: int, output: Any, *given: Any, **named: Any) -> Any:
+        self.states[tap] = output[0] if isinstance(output, tuple) else output
+        return output
+
+    def entry(self, output: Any, *given: Any, **named: Any) -> Any:
+        self.states[0] = given[0] if given else named["hidden_states"]
+        return output
 
 
 class _Given(nn.Module):
