@@ -1,6 +1,5 @@
 """Damaged files: a JSON document with one key changed at a time."""
 
-import copy
 import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -12,9 +11,10 @@ VALUES = (REMOVED, None, "text", ["text"], 1.5, {})  # instead of the right one
 
 def changes(content: Any) -> Iterator[tuple[str, bool, Any]]:
     """Yield every change to one of ``VALUES``: the key, whether the value has the type of the right one, the copy."""
+    text = json.dumps(content)
     for path in _paths(content):
         for value in VALUES:
-            changed = copy.deepcopy(content)
+            changed = json.loads(text)
             inner = changed
             for part in path[:-1]:
                 inner = inner[part]
@@ -37,7 +37,13 @@ def _paths(content: Any) -> Iterator[tuple[Any, ...]]:
             yield from ((key, *path) for path in _paths(content[key]))
 
 
-def check_refusals(content: Any, file: Path, read: Callable[[], object], optional: Collection[str] = ()) -> int:
+def check_refusals(
+    content: Any,
+    file: Path,
+    read: Callable[[], object],
+    optional: Collection[str] = (),
+    dump: Callable[[Any], str] = json.dumps,
+) -> int:
     """Call ``read`` with every change of ``content`` in ``file``; return how many it refuses.
 
     It may read a file whose change does not matter to it. Otherwise it raises a ValueError that names file and key. Of
@@ -46,12 +52,12 @@ def check_refusals(content: Any, file: Path, read: Callable[[], object], optiona
     """
     refused = 0
     for key, alike, changed in changes(content):
-        file.write_text(json.dumps(changed))
+        file.write_text(dump(changed))
         try:
             read()
         except ValueError as error:
             assert alike or key in optional or (str(file) in str(error) and key in str(error)), (key, error)
             refused += not alike
-    file.write_text(json.dumps(content))
+    file.write_text(dump(content))
     read()
     return refused

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from changed import check_refusals
 from programs import status, without_pictures
+from rich.console import Console
 from test_eval_metrics import placed
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from tiny import build
@@ -17,12 +19,18 @@ from tiny import build
 import eval.pages
 import eval.speed
 from data_prep.dialogues.encoding import load_tokenizer
+from drafters.config import load_config
 from drafters.loop.generate import Step, Trace
+from eval.configs import SpeedConfig
+from eval.figures import metrics
 from eval.measure.runner import Outcome, Run
+from eval.measure.speed import conditions_of
 from eval.prompts.prompts import Prompt
+from eval.report import sweep
 from eval.report.html import html
 from eval.report.rows import build as build_report
 from eval.report.rows import ending
+from eval.report.speed import finished_report, write_again
 from eval.report.texts import make_texts, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
@@ -160,5 +168,47 @@ def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monke
     with pytest.raises(ValueError, match="has no line 'end'.* earlier version wrote it, or it is cut off"):
         eval.pages.main([str(tmp_path)])
     (tmp_path / "measurements.jsonl").write_text("".join([*lines[:-1], '{"end": {"prompts": []}}\n']))
-    with pytest.raises(ValueError, match="is of another version of eval.speed .KeyError"):
+    with pytest.raises(ValueError, match="or of another version of eval.speed: end: missing key 'environment'"):
         eval.pages.main([str(tmp_path)])
+
+
+def test_a_changed_journal_is_refused_by_file_and_key(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a stack trace, or files of a half-read report, for a part that is missing or of another type."""
+    without_pictures(monkeypatch)
+    monkeypatch.setattr("eval.report.speed.replace_text", lambda path, text: None)
+    monkeypatch.setattr("eval.report.speed.replace_json", lambda path, report: None)
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 10)
+    first, *lines = (finished / "measurements.jsonl").read_text().splitlines(keepends=True)
+    content = {"run": json.loads(lines[0]), "end": json.loads(lines[-1])["end"]}
+    content["end"]["environment"]["config"] = {"drafters": content["end"]["environment"]["config"]["drafters"]}
+
+    def dump(changed: dict[str, Any]) -> str:
+        end = {key: value for key, value in changed.items() if key == "end"}
+        return "".join([first, json.dumps(changed.get("run")) + "\n", *lines[1:-1], json.dumps(end) + "\n"])
+
+    quiet = Console(quiet=True)
+    read = lambda: write_again(tmp_path / "measurements.jsonl", tmp_path, quiet)  # noqa: E731
+    lines_of = ("run", "end")  # a whole line that is missing
+    assert check_refusals(content, tmp_path / "measurements.jsonl", read, lines_of, dump) > 300
+
+
+def test_a_changed_finished_report_is_refused_by_file_and_key(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a sweep or search that is resumed and ends in a stack trace on a damaged report of its own."""
+    config = load_config(SpeedConfig, finished.parent / "speed.yaml", [f"out={tmp_path}"])
+    same = conditions_of(config)
+    monkeypatch.setattr("eval.report.speed.conditions_of", lambda config: same)
+    found = json.loads((finished / "report.json").read_text())
+    found["environment"]["config"] = config.model_dump(mode="json")
+    kept = []
+
+    def resume() -> None:
+        if (report := finished_report(config)) is not None:
+            kept.append(report)
+            sweep.markdown(sweep.summarise("seed", [0], ["seed=0"], [report], []), [report])
+
+    assert check_refusals(found, tmp_path / "report.json", resume) > 300
+    assert kept[-1] == found

@@ -4,7 +4,7 @@ The schemas list the keys that model cards and ``eval.compare`` read, so that no
 ``read`` returns the whole content.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +77,7 @@ class SpeedFacts(Facts):
     config: SpeedConfig
 
 
-Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
+Interval = Annotated[Sequence[float], Field(min_length=2, max_length=2)]
 
 
 class Row(Part):

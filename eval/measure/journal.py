@@ -13,6 +13,8 @@ from data_prep.store.lock import LOCK, is_locked, lock_file
 from drafters.base import Expected
 from drafters.cli.program import command
 from drafters.common.files import naming, replacing
+from drafters.config import validate
+from drafters.hub.reports import MOST_PROBLEMS, Part
 from drafters.loop.generate import Step, Trace
 from eval.measure.identity import differing, digest
 from eval.measure.models import ALONE
@@ -29,6 +31,47 @@ RUN_FIELDS = (
 STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
 TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")
 Lines = list[dict[str, Any]]
+
+
+class Promised(Part):
+    """``Expected`` of a run."""
+
+    steps: float
+    tokens: float
+    plain_steps: float
+    choice: str
+
+
+class RunLine(Part):
+    """The line of a run; the lists by step are all there or, for a run without a trace, none."""
+
+    method: str
+    temperature: float
+    round: int
+    index: int
+    prompt: str
+    prompt_tokens: int
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    wall_seconds: float
+    first_tokens: int
+    energy_joules: float | None
+    host_energy_joules: float | None
+    promised: Promised | None = None
+    failure: str | None = None
+    lengths: list[int] = []
+    row: list[int] = []
+    source: list[str] = []
+    drafted: list[int] = []
+    depth: list[int] = []
+    accepted: list[int] = []
+    committed: list[int] = []
+    forwards: list[int] = []
+    draft_seconds: list[float] = []
+    verify_seconds: list[float] = []
+    other_seconds: list[float] = []
+    model_seconds: list[float] = []
 
 
 class RunJournal:
@@ -164,7 +207,7 @@ class RunJournal:
             if start is not None:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
             else:
-                prompt.append(run_from_line(line))
+                prompt.append(run_from_line(line, str(self.path)))
                 if {run.method for run in prompt} != self._methods(prompt[0].temperature, prompt[0].batch):
                     continue
                 self.runs += prompt
@@ -202,7 +245,8 @@ def _lines_of(path: Path) -> Lines:
 def read_runs(path: Path) -> tuple[list[Run], dict[str, Any] | None]:
     """Return the runs of a finished journal, and the value of its last line's ``END`` (None if it has none)."""
     lines = _lines_of(path)
-    runs = [run_from_line(line) for line in lines if "method" in line]
+    others = {"environment", "resumed", "measured", END}
+    runs = [run_from_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if not others & line.keys()]
     if not runs:
         raise ValueError(f"{path} has no runs; is it a journal of eval.speed?")
     return runs, lines[-1].get(END)
@@ -245,11 +289,17 @@ def journal_line(run: Run, *prompts: Prompt) -> dict[str, Any]:
     return line
 
 
-def run_from_line(line: dict[str, Any]) -> Run:
-    """Return the run of a line of ``journal_line``."""
+def run_from_line(line: dict[str, Any], source: str = "a journal") -> Run:
+    """Return the run of a line of ``journal_line``; ValueError, which begins with ``source``, if it is damaged."""
+    validate(RunLine, line, source, MOST_PROBLEMS)
     trace = None
-    if STEP_FIELDS[0] in line:
+    if any(name in line for name in (*STEP_FIELDS, *TIME_FIELDS)):
+        if missing := [name for name in (*STEP_FIELDS, *TIME_FIELDS) if name not in line]:
+            raise ValueError(f"{source}: missing key {missing[0]!r}, and the line has other lists by step")
         count = len(line[STEP_FIELDS[0]])
+        for name in ("row", "source", *STEP_FIELDS):
+            if len(line.get(name, range(count))) != count:
+                raise ValueError(f"{source}: {name} has {len(line[name])} steps, {STEP_FIELDS[0]} has {count}")
         rows, sources = line.get("row", [0] * count), line.get("source", [""] * count)
         steps = [Step(*figures) for figures in zip(rows, *(line[name] for name in STEP_FIELDS), sources, strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})

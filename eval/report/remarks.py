@@ -15,6 +15,8 @@ from eval.report.tables import (
     tail,
 )
 
+UNRECORDED = "no reason recorded"
+
 
 def warnings(report: dict[str, Any]) -> list[str]:
     """Return what makes figures doubtful: failed methods, a slow baseline, and divergences beyond rounding."""
@@ -37,7 +39,7 @@ def warnings(report: dict[str, Any]) -> list[str]:
             continue
         count, fault = found["unexplained"], "more than rounding explains: a fault in the method or in the loop"
         if count is None:
-            count, fault = found["count"], f"an unchecked amount ({found['unavailable']})"
+            count, fault = found["count"], f"an unchecked amount ({found.get('unavailable', UNRECORDED)})"
         if count:
             lines.append(
                 f"{row['drafter']}{in_batch(row)} is lossless, but {count} of {row['prompts']} greedy outputs differ "
@@ -143,7 +145,8 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
         )
     if row["perplexity"] is None:
         lines.append(
-            f"{row['drafter']}, {setting_of(row)}: no perplexity of its outputs ({row['perplexity_unavailable']})"
+            f"{row['drafter']}, {setting_of(row)}: no perplexity of its outputs "
+            f"({row.get('perplexity_unavailable', UNRECORDED)})"
         )
     return lines
 

@@ -9,7 +9,8 @@ from data_prep.common.ranks import Rank
 from data_prep.store.lock import folder_lock
 from drafters.cli.program import keeping
 from drafters.common.files import replace_json, replace_text
-from drafters.hub.reports import REPORT, read
+from drafters.common.wording import json_object
+from drafters.hub.reports import REPORT
 from drafters.loop.state import until
 from eval.configs import SpeedConfig
 from eval.figures.accuracy import accuracy
@@ -28,6 +29,7 @@ from eval.report.judged import add_coverage, judge
 from eval.report.page import markdown, print_table
 from eval.report.remarks import shortage_line
 from eval.report.rows import build, ending
+from eval.report.schema import Ending, Report, check
 from eval.report.tables import say
 from eval.report.texts import make_texts
 
@@ -109,10 +111,13 @@ def write_again(journal: Path, out: Path, console: Console) -> dict[str, Any]:
             f"{journal} has no line {END!r}, the last one that eval.speed writes: an earlier version wrote it, or it "
             "is cut off; measure again with the command in report.md"
         )
+    wrong = f"{journal} is damaged, or of another version of eval.speed"
+    check(end, Ending, f"{wrong}: {END}")
     try:
         report = build(end, runs)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{journal} is of another version of eval.speed ({type(error).__name__}: {error})") from None
+    except (LookupError, TypeError, AssertionError) as error:  # runs that do not fit the last line
+        raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from None
+    check(report, Report, wrong)
     out.mkdir(parents=True, exist_ok=True)
     write_report(report, out)
     write_pages(report, end, runs, out, console)
@@ -125,14 +130,17 @@ def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        report = read(file)
+        report = json_object(file, str(file))
         facts = report["environment"]
         same = facts["config"] == config.model_dump(mode="json")
         same = same and facts["prompt_set"]["sha256"] == files_sha256(config.prompts.read_files)
         same = same and all(facts[name] == value for name, value in conditions_of(config).items())
     except (ValueError, KeyError, TypeError):
         return None  # of another program or version: measured again and replaced
-    return report if same else None
+    if not same:
+        return None
+    check(report, Report, f"{file} is damaged, delete it to measure again")
+    return report
 
 
 def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None = None) -> None:
