@@ -9,7 +9,6 @@ Contents: PARTS (the commands), GOALS (the figures and their bounds), then the f
 """
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_folder, replace_json, replace_text
-from eval.report.gpu import Ending, Goal, Section, page
+from eval.report.gpu import Ending, Goal, Section, page, read_ending
 from eval.report.tables import tail
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +180,7 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
     """Run the parts that are not done, and write the page after each."""
     began = time.monotonic()
     files = {part.name: out / part.name / "part.json" for part in PARTS}
-    outcomes = {name: Ending(**json.loads(file.read_text())) for name, file in files.items() if file.is_file()}
+    outcomes = {name: read_ending(file) for name, file in files.items() if file.is_file()}
     for number, part in enumerate(parts, 1):
         if part.name in outcomes and outcomes[part.name].ended == "done" and part.name not in again:
             continue

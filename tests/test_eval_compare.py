@@ -140,6 +140,14 @@ def test_the_table_of_prompts_is_read_as_written(quick: None) -> None:
     assert any(line["seconds"] != line["pair_seconds"] for line in table)
     with pytest.raises(ValueError, match="its head is"):
         from_csv("a,b\n1,2\n")
+    head, first, second, *_ = as_csv(table).splitlines()
+    with pytest.raises(ValueError, match="line 3 has more or fewer cells than the head's 12"):
+        from_csv("\n".join([head, first, second.rpartition(",")[0]]))
+    with pytest.raises(ValueError, match="line 3 has more or fewer cells"):
+        from_csv("\n".join([head, first, f"{second},1"]))
+    for wrong in ("x", "inf", "nan"):
+        with pytest.raises(ValueError, match=f"line 3, plain_seconds: found '{wrong}', and a number is expected"):
+            from_csv("\n".join([head, first, f"{second.rpartition(',')[0]},{wrong}"]))
 
 
 def test_p_values_and_intervals_by_enumeration() -> None:

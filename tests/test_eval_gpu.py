@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpu_exact
 import pytest
+from changed import changes, check_refusals
 from simulated_cuda import simulated_cuda
 
 import eval.gpu
@@ -18,7 +19,7 @@ import train.tools.throughput
 from data_prep.configs import FeaturesConfig
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
-from eval.report.gpu import Ending, Section, judge
+from eval.report.gpu import Ending, Section, judge, read_ending
 from eval.report.gpu import page as page_of
 from train.configs import schema_of
 from train.preflight.command import parse_arguments
@@ -125,6 +126,25 @@ def test_the_page(tmp_path: Path) -> None:
     held = [goal for goal in GOALS if goal.bound is not None]
     met = sum(judge(goal, PARTS, tmp_path, outcomes)[1] == "yes" for goal in held)
     assert f"{met} of {len(held)} goals met." in page
+
+
+def test_damaged_results_are_said(tmp_path: Path) -> None:
+    """Catches a stack trace that loses the page of hours, for a part of a result that is missing or of another type."""
+    goal = next(goal for goal in GOALS if goal.part == "roofline" and goal.bound is not None)
+    outcomes, file = {"roofline": Ending("roofline", "done")}, tmp_path / "roofline" / "roofline-llama-7b.json"
+    row = {"method": "plain decoding", "roofline_share": 0.9}
+    right = {"rows": [row]}
+    told = set()
+    file.parent.mkdir()
+    for content in [right, *(changed for _, _, changed in changes(right)), [], 3]:
+        file.write_text(json.dumps(content))
+        measured, met = judge(goal, PARTS, tmp_path, outcomes)
+        assert (met == "yes") == (content == right or measured == "150.0%"), content
+        told.add(met)
+    assert "not measured: roofline-llama-7b.json does not hold it (found 'text' instead of a number)" in told
+    ending = file.with_name("part.json")
+    kept = vars(Ending("x", "done", seconds=1.5, commands=["ls"]))
+    assert check_refusals(kept, ending, lambda: read_ending(ending)) == 29  # all but values of the right type
 
 
 def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 """The page of eval.gpu: its parts, its goals, the measured figures; without torch."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
 from drafters.cli.program import command
+from drafters.common.wording import json_object, shortened
+from drafters.config import Config, validate
 from eval.report.tables import table
 
 
@@ -59,6 +62,23 @@ class Ending:
     commands: list[str] = field(default_factory=list)
 
 
+class Stored(Config):
+    """An ``Ending`` in part.json."""
+
+    model_config = ConfigDict(strict=True)
+    part: str
+    ended: str
+    reason: str
+    seconds: float
+    commands: list[str]
+
+
+def read_ending(file: Path) -> Ending:
+    """Return the ending in a part.json; ValueError if it is damaged."""
+    wrong = f"{file} is damaged, delete it to run its part again"
+    return Ending(**validate(Stored, json_object(file, f"{wrong}: it"), wrong).model_dump())
+
+
 def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
     """Return the measured figure, and whether the goal is met."""
     outcome = outcomes.get(goal.part)
@@ -70,9 +90,11 @@ def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, E
         return "", f"not measured: {outcome.ended}, {outcome.reason}"
     value, why = None, ""
     try:
-        value = goal.figure(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        value = goal.figure(json_object(file, result))
+    except (LookupError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
         why = f" ({type(error).__name__}: {error})"
+    if value is not None and not isinstance(value, int | float):
+        value, why = None, f" (found {shortened(value)} instead of a number)"
     if value is None:
         return "", f"not measured: {result} does not hold it{why}"
     met = goal.met(value)

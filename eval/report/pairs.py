@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def read(folder: Path) -> Read:
     report = reports.read(folder / REPORT)
     try:
         return report, from_csv((folder / PROMPTS).read_text(encoding="utf-8"))
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{folder / PROMPTS} is not what eval.speed writes: {error}") from None
 
 
@@ -44,11 +45,26 @@ def from_csv(text: str) -> list[Line]:
     if (head := reader.fieldnames) is None or list(head) != [*PLACE, *COLUMNS]:
         raise ValueError(f"its head is {head}, not {[*PLACE, *COLUMNS]}")
     kinds = {"temperature": float, "batch": int, "prompt_tokens": int} | dict.fromkeys(COLUMNS, _number)
-    return [{name: kinds.get(name, str)(value) for name, value in line.items()} for line in reader]
+    found: list[Line] = []
+    for number, line in enumerate(reader, 2):
+        if None in line or None in line.values():
+            raise ValueError(f"line {number} has more or fewer cells than the head's {len(head)}")
+        found.append({name: _cell(kinds.get(name, str), text, number, name) for name, text in line.items()})
+    return found
+
+
+def _cell(kind: Any, text: str, line: int, name: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"line {line}, {name}: found {shortened(text)}, and a number is expected") from None
 
 
 def _number(text: str) -> float | None:
-    return float(text) if text else None
+    found = float(text) if text else None
+    if found is not None and not math.isfinite(found):
+        raise ValueError
+    return found
 
 
 def settings(report: dict[str, Any]) -> dict[str, Any]:
