@@ -20,7 +20,8 @@ from train.configs import EagleConfig
 from train.core import engine
 from train.core.losses import Pairs
 from train.eagle import EagleTask
-from train.preflight.estimate import memory_parts, meta_ends
+from train.preflight.estimate import meta_ends
+from train.preflight.memory import memory_parts
 from train.run import loop
 from train.run.files import read_metrics
 

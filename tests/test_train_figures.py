@@ -27,7 +27,8 @@ from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.packing import Position, Span, collate
 from train.preflight.dry_run import dry_run
-from train.preflight.estimate import memory_parts, meta_task, parameters, pass_memory, target_parameters
+from train.preflight.estimate import meta_task, parameters, target_parameters
+from train.preflight.memory import memory_parts, pass_memory
 from train.run.files import read_metrics, run_folder_bytes
 from train.run.inputs import open_inputs
 from train.run.summary import make_summary
@@ -320,7 +321,7 @@ def test_memory_by_hand(settings: dict[str, Any]) -> None:
     count = parameters(task.module)
     assert run_folder_bytes(plain, task.module) == 3 * 12 * count + 2 * 2 * count
     assert run_folder_bytes(averaged, task.module) == 3 * 16 * count + 2 * 2 * count
-    assert pass_memory(plain, target, [10, 20])["batch"] == 30 * (3 * 8 + 1 + 2 * 2 * 512)
+    assert pass_memory(plain, task, [10, 20])["batch"] == 30 * (3 * 8 + 1 + 2 * 2 * 512)
 
 
 def test_parameters_that_a_token_uses(tiny_model: Any) -> None:

@@ -20,7 +20,8 @@ from train.core.engine import checkpoint_activations
 from train.core.unroll import unrolled
 from train.data.packing import Batch, collate
 from train.eagle import EagleTask
-from train.preflight import estimate
+from train.preflight.estimate import meta_task
+from train.preflight.memory import pass_memory
 from train.run.files import read_metrics
 from train.watch.flops import training_cost
 
@@ -150,10 +151,8 @@ def test_flops_and_memory(folder: Path, store: FeatureStore, ends: FrozenEnds) -
     every_pair = cost.token * length + cost.pair * length**2 + cost.row * len(rows)  # the counter knows no causal mask
     assert counter.get_total_flops() - angles.get_total_flops() == every_pair
     size = [16] * 2
-    one, three = (
-        estimate.pass_memory(EagleConfig(**{**task.config.model_dump(), "unroll": steps}), ends.config, size)
-        for steps in (1, 3)
-    )
+    configs = [EagleConfig(**{**task.config.model_dump(), "unroll": steps}) for steps in (1, 3)]
+    one, three = (pass_memory(config, meta_task(config, ends.config), size) for config in configs)
     assert 2 * one["pass"] < three["pass"] < 4 * one["pass"]
 
 

@@ -25,10 +25,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.model.ends import FrozenEnds
-from train.core.attention import Blocks, take_dialogues
+from train.core.attention import Blocks
 from train.core.losses import Pairs, TextTokens
 from train.core.task import Ratio, Task, mean, target_states, text_tokens
 from train.data.packing import Batch, Source
@@ -67,8 +67,8 @@ class DFlashTask(Task):
         if head.lm_head is not None:
             self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
 
-    def take_dialogues(self, module: nn.Module) -> None:
-        take_dialogues(module)
+    def check_attention(self) -> None:
+        """Blocks are attended to by code of this package only."""
 
     def drafter_config(self) -> dict[str, Any]:
         names = ("layout", "block_size", "mask_token_id", "layer", "layers", "causal")
@@ -107,14 +107,9 @@ class DFlashTask(Task):
             anchors = [[0]]
         return replace(batch, rows=torch.cat(rows), places=torch.cat(places), anchors=anchors)
 
-    def choose_most(self, batch: Batch) -> Batch:
-        counts = [self.most_blocks(span.length) for span in batch.spans]
-        total = sum(counts) * self.slots
-        anchors = [
-            [n * span.length // count for n in range(count)] for span, count in zip(batch.spans, counts, strict=True)
-        ]
-        places = torch.arange(total)
-        return replace(batch, rows=places % batch.tokens, places=places, anchors=anchors)
+    def most_rows(self, lengths: list[int]) -> tuple[int, int]:
+        blocks = sum(self.most_blocks(length) for length in lengths)
+        return blocks * self.config.block_size, blocks * self.slots
 
     def trained_rows(self, positions: float) -> float:
         return self.slots * self.most_blocks(positions)

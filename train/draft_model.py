@@ -38,7 +38,7 @@ from train.core.task import Task
 from train.data.packing import Batch, Rewrite, TrainData
 from train.draft.coverage import Boosting
 from train.draft.export import export, with_weights
-from train.draft.module import DraftModule, draft_module, load_weights, names_of
+from train.draft.module import DraftModule, check_attention, draft_module, load_weights, names_of
 from train.draft.on_policy import OnPolicyText
 
 GAMMA = 4  # tokens of the drafts that tau is measured with
@@ -79,6 +79,9 @@ class DraftModelTask(Task):
             for weights in module.ends():
                 weights.requires_grad_(False)
         return module
+
+    def check_attention(self) -> None:
+        check_attention(self.module, f"draft_model: {self.config.draft_model}")
 
     def load(self) -> None:
         config = self.config

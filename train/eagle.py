@@ -135,7 +135,7 @@ def feature_noise(features: Tensor, spans: list[Span], kind: Literal["paper", "c
     dialogue has its own random stream, so that its noise depends on neither packing nor ranks nor resuming.
     """
     noise = torch.zeros_like(features)
-    generator = torch.Generator("cpu" if features.is_meta else features.device)
+    generator = torch.Generator(features.device)
     for span in spans:
         generator.manual_seed((seed * 2_654_435_761 + span.dialogue) % 2**63)
         width = NOISE_WIDTH if kind == "paper" else NOISE_WIDTH * 512 / span.length

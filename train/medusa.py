@@ -34,7 +34,7 @@ from train.core.losses import Pairs
 from train.core.task import Ratio, Task, mean
 from train.data.packing import Batch
 from train.draft.joint import HEADS, TARGET, JointModule, export_tuned, of_part, tuned_target
-from train.draft.module import causal_module, load_weights, names_of
+from train.draft.module import causal_module, check_attention, load_weights, names_of
 
 
 class MedusaTask(Task):
@@ -124,6 +124,9 @@ class JointTask(MedusaTask):
         assert self.config.joint is not None
         target = causal_module("target", self.config.target, self.ends.config, self.config.joint.lora)
         return JointModule(target, self.drafter.build_module(self.ends.config, self.drafter_config()))
+
+    def check_attention(self) -> None:
+        check_attention(self.module.target, f"target: {self.config.target}")
 
     def load(self) -> None:
         load_weights(self.module.target, self.config.target, self.config.revision)

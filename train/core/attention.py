@@ -6,8 +6,7 @@ in the backward pass. For the blocks of DFlash a GPU uses flex_attention, which 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -131,11 +130,16 @@ def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
         ValueError: the attention of the target's family does not take them.
     """
     take_dialogues(module)
-    check_dialogues(module, probe_states(module, config.hidden_size), partial(no_head, config))
+    check_dialogues(module, config)
+
+
+def check_dialogues(module: nn.Module, config: PretrainedConfig) -> None:
+    """Raise ValueError if a head's attention does not take packed dialogues; ``config``: the target's."""
+    compare_dialogues(module, probe_states(module, config.hidden_size), partial(no_head, config))
 
 
 @torch.no_grad()
-def check_dialogues(module: Any, inputs: list[Tensor], refused: Callable[[object], ValueError]) -> None:
+def compare_dialogues(module: Any, inputs: list[Tensor], refused: Callable[[object], ValueError]) -> None:
     """Raise ``refused(reason)`` unless two dialogues in a row give what each gives in a row of its own.
 
     ``inputs``: those of ``module`` before positions and mask, ``[1, 2 n, ...]`` for two dialogues of n tokens.
@@ -149,8 +153,6 @@ def check_dialogues(module: Any, inputs: list[Tensor], refused: Callable[[object
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise refused(f"its attention takes no packed dialogues ({error})") from error
     module.train(training)
-    if together.is_meta:  # without contents
-        return
     expected = torch.cat(alone, dim=1)
     if not (together - expected).abs().max() <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * expected.abs().max():
         raise refused("run on packed dialogues it gives something else")
@@ -171,7 +173,7 @@ def dialogue_attention(
     attention_mask, window = dialogues or attention_mask, getattr(module, "window", None)
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    on_cpu = (_device or query.device.type) == "cpu"
+    on_cpu = query.device.type == "cpu"
     attend: Callable[..., Tensor]
     if isinstance(attention_mask, Blocks):
         attend = block_attention if on_cpu else flex_block_attention
@@ -187,26 +189,8 @@ def dialogue_attention(
     return torch.cat([attend(module, *part, **options) for part in parts], dim=1), None
 
 
-_device: str | None = None
-
-
-@contextmanager
-def as_if_on(device: str) -> Iterator[None]:
-    """Use the attention of another type of device, for an estimate on tensors without contents."""
-    global _device
-    before, _device = _device, device
-    try:
-        yield
-    finally:
-        _device = before
-
-
 def fused_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Causal attention ``[1, heads, T, d]`` -> ``[1, T, heads, d]`` by PyTorch's kernels, without a mask."""
-    if query.is_meta:  # for tensors without contents PyTorch chooses a kernel that keeps the scores
-        kernel, dropout = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, options.get("dropout", 0.0)
-        found: Tensor = kernel(query, key, value, dropout, True, scale=options.get("scaling"))[0]
-        return found.transpose(1, 2).contiguous()
     with attention_kernels(query.device):  # dialogues are of all lengths
         return sdpa_attention_forward(module, query, key, value, None, **options)[0]
 
@@ -316,8 +300,6 @@ def flex_block_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, **options: Any
 ) -> Tensor:
     """The same by flex_attention, compiled, without scores in memory; ValueError for dropout, which it lacks."""
-    if query.is_meta:  # as in fused_attention: all that this keeps has these sizes
-        return fused_attention(module, query, key, value, **options)
     return flex_attention_forward(module, query, key, value, blocks.mask(query.device), **options)[0]
 
 

@@ -4,8 +4,7 @@ Every function returns sums over rows. The caller divides by the number of train
 (all ranks and micro-batches), because micro-batches differ in how many of their tokens belong to answers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,7 +180,7 @@ def divergence_sum(
     inputs = [pairs.predictions, latents, correction, *heads]
     gradients = [_zeros_for(tensor, wide) for tensor in inputs]
     sums = torch.zeros(len(pairs.predictions), dtype=wide, device=pairs.predictions.device)
-    for start in range(0, len(pairs.targets), chunk_rows)[:_most_chunks]:
+    for start in range(0, len(pairs.targets), chunk_rows):
         rows = slice(start, start + chunk_rows)
         part = pairs.at(rows)
         with torch.no_grad():
@@ -218,23 +217,6 @@ def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:
         on_gpu = lm_head.weight.device.type != "cpu"
     budget = 2**28 if on_gpu else 2**21
     return max(64, budget // (4 * lm_head.out_features))
-
-
-_most_chunks: int | None = None
-
-
-@contextmanager
-def two_chunks_only() -> Iterator[None]:
-    """Compute the loss of only the first two chunks, for an estimate of memory on tensors without contents.
-
-    The second chunk finds the first one's tensors still in memory; no later chunk needs more.
-    """
-    global _most_chunks
-    _most_chunks = 2
-    try:
-        yield
-    finally:
-        _most_chunks = None
 
 
 def _target_distribution(targets: Tensor, lm_head: nn.Linear, wide: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from drafters.methods import drafter_class
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.ends import FrozenEnds
 from drafters.model.target import TargetModel
-from train.core.attention import use_dialogue_attention
+from train.core.attention import check_dialogues, take_dialogues
 from train.core.config import TrainConfig
 from train.core.lm_heads import LMHeads
 from train.core.lora import with_lora
@@ -91,6 +91,7 @@ class Task(ABC):
         self.earliest = self.ahead
         torch.manual_seed(config.seed)
         self.module = self.drafting_module = self.build()
+        self.check_attention()
 
     @classmethod
     def of(cls, config: TrainConfig) -> type[Task]:
@@ -102,15 +103,14 @@ class Task(ABC):
     def build(self) -> nn.Module:
         """The module with random weights, which takes packed dialogues."""
         module: nn.Module = self.drafter.build_module(self.ends.config, self.drafter_config())
-        self.take_dialogues(module)
-        # peft fails on tensors without contents.
-        if self.config.lora is not None and torch._guards.detect_fake_mode() is None:
+        take_dialogues(module)
+        if self.config.lora is not None:
             with_lora(module, self.config.lora, self.config.init_from)
         return module
 
-    def take_dialogues(self, module: nn.Module) -> None:
-        """Let the module's attention take packed dialogues; raises ValueError if it cannot."""
-        use_dialogue_attention(module, self.ends.config)
+    def check_attention(self) -> None:
+        """Raise ValueError if the module's attention does not take packed dialogues."""
+        check_dialogues(self.module, self.ends.config)
 
     def drafter_config(self) -> dict[str, Any]:
         """The ``drafter`` section of the checkpoint's config.json."""
@@ -171,9 +171,9 @@ class Task(ABC):
         """``batch`` with its trained positions; arguments as for ``rows``."""
         return replace(batch, rows=self.rows(batch, seed))
 
-    def choose_most(self, batch: Batch) -> Batch:
-        """``batch`` with as many trained positions as it can have, for an estimate; their values mean nothing."""
-        return replace(batch, rows=torch.arange(batch.tokens))
+    def most_rows(self, lengths: list[int]) -> tuple[int, int]:
+        """Rows of a forward over dialogues of these lengths, and how many tokens are predicted, at most."""
+        return sum(lengths), sum(lengths)
 
     def trained_rows(self, positions: float) -> float:
         """Rows that a dialogue trains, by its number of positions that can be trained; an estimate."""

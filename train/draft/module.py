@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
 from drafters.model.loading import load_model, merged_lora
 from drafters.model.stock import logit_change
-from train.core.attention import NAME, Dialogues, check_dialogues
+from train.core.attention import NAME, Dialogues, compare_dialogues
 from train.core.config import Lora
 from train.core.lora import load_base, with_lora
 
@@ -64,7 +64,7 @@ def draft_module(name: str, lora: Lora | None, attention: str = NAME) -> DraftMo
     """The module of the model in the folder or Hub repository ``name``, with random weights.
 
     Raises:
-        ValueError: no such model, or one whose layers cannot be trained on packed dialogues.
+        ValueError: no such model, or one whose layers cannot be trained.
     """
     return causal_module("draft_model", name, load_config_only(name), lora, attention)
 
@@ -78,7 +78,7 @@ def causal_module(
         key: of the run's config, which named the model ``name``; for errors.
 
     Raises:
-        ValueError: a model whose layers cannot be trained on packed dialogues.
+        ValueError: a model whose layers cannot be trained.
     """
     what, config = f"{key}: {name}", copy.deepcopy(config)
     if any(sliding_windows(config)):
@@ -92,14 +92,15 @@ def causal_module(
         raise ValueError(f"{what} has an LM head with a bias, which would not be trained; use {SUPPORTED}")
     if logit_change(model) is not None:
         raise ValueError(f"{what} scales or caps its logits after the LM head; use {SUPPORTED}")
-    if torch._guards.detect_fake_mode() is not None:  # an estimate, in which peft fails
-        lora = None
     module = DraftModule(model, lora, name)
-    if attention == NAME:
-        module.base.config._attn_implementation = NAME
-        ids = torch.arange(8)[None] % config.vocab_size
-        check_dialogues(module, [ids], lambda reason: ValueError(f"{what}: {reason}; use {SUPPORTED}"))
+    module.base.config._attn_implementation = attention
     return module
+
+
+def check_attention(module: DraftModule, what: str) -> None:
+    """Raise ValueError if the attention of ``what`` does not take packed dialogues."""
+    ids = torch.arange(8)[None] % module.base.config.vocab_size
+    compare_dialogues(module, [ids], lambda reason: ValueError(f"{what}: {reason}; use {SUPPORTED}"))
 
 
 def load_weights(module: DraftModule, name: str, revision: str | None = None) -> None:

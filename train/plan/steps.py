@@ -25,7 +25,8 @@ from train.plan.facts import Data, Machine, Model, Rates, mask_token
 from train.plan.fill import fill
 from train.plan.rates import FORWARD
 from train.plan.shares import share_out
-from train.preflight.estimate import check_memory, measured_rate, meta_task, rank_memory
+from train.preflight.estimate import measured_rate, meta_task
+from train.preflight.memory import check_memory, rank_memory
 from train.run.files import check_run_disk
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,7 +32,7 @@ def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = N
             config = check_run_folder(config, arguments.resume)
 
     from train.preflight.dry_run import print_report
-    from train.preflight.estimate import check_size
+    from train.preflight.memory import check_size
     from train.preflight.overfit import overfit
     from train.run.training import settle, train, what_is_kept
 

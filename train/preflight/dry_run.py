@@ -4,6 +4,7 @@ It reads configurations, manifests and file headers, no weights and no features.
 estimates use --tokens or --data and --target-config.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,7 +39,7 @@ from train.core.task import Task
 from train.core.weights import init_from
 from train.data.online import OnlineFeatures, as_feature_keys
 from train.data.packing import Source
-from train.preflight import estimate
+from train.preflight import estimate, memory
 from train.preflight.workload import SAMPLE, Workload, estimate_workload, store_workload
 from train.run.files import CACHE, check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
 from train.run.inputs import check_taps, open_inputs
@@ -285,27 +286,32 @@ def add_estimates(
 def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[int], given: Namespace) -> None:
     """Add the memory of a rank by part, and its sum by ZeRO stage."""
     on_gpu = given.device is not None or torch.cuda.is_available()
-    parts, passes = estimate.rank_memory(config, task, lengths, given.ranks, on_gpu)
-    total, report.memory = sum(parts.values()), parts
-    less = passes["pass"]
-    if not config.activation_checkpointing:
-        less = estimate.pass_memory(config, task.ends.config, lengths, checkpointing=True, on_gpu=on_gpu)["pass"]
-    details = f" (including the loss's rows of logits {size_text(passes['loss'])}, the batch "
-    details += f"{size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
-    text = f"{size_text(total)}, and the CUDA context (about half a GB)"
+    parts, passes = memory.rank_memory(config, task, lengths, given.ranks, on_gpu)
+    less = memory.pass_memory(config, task, lengths, checkpointing=True, on_gpu=on_gpu)["pass"]
 
     def check() -> None:
         if given.device is None:
-            estimate.check_weights(config, task, given.ranks)
-            estimate.check_memory(total)
+            memory.check_weights(config, task, given.ranks)
+            memory.check_memory(sum(parts.values()))
+            size = f"{sum(lengths):,} tokens"
+            print(f"running one micro-batch of {size}; --device NAME estimates it instead", file=sys.stderr)
+            parts["forward and backward"] = memory.measured_pass(config, task, lengths)
 
-    report.check("memory of a rank", check, text, f"memory {size_text(total)} a rank")
+    def text(done: None) -> str:
+        return f"{size_text(sum(parts.values()))}, and the CUDA context (about half a GB)"
+
+    report.check("memory of a rank", check, text)
+    report.memory = parts
+    report.short.append(f"memory {size_text(sum(parts.values()))} a rank")
+    how = "estimated" if parts["forward and backward"] == passes["pass"] else "measured here"
+    details = f" ({how}; estimated: loss's rows of logits {size_text(passes['loss'])}, batch "
+    details += f"{size_text(passes['batch'])}, all with activation checkpointing {size_text(less)})"
     for name, size in parts.items():
         report.add(f"  {name}", size_text(size) + (details if name == "forward and backward" else ""))
     stages = []
     for stage in (0, 1, 2, 3):
         changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
-        whole = sum((parts | estimate.memory_parts(changed, task, given.ranks)).values())
+        whole = sum((parts | memory.memory_parts(changed, task, given.ranks)).values())
         stages.append(f"{stage}: {size_text(whole)}")
     report.add("  by ZeRO stage", ", ".join(stages))
 
