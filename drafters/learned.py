@@ -90,7 +90,8 @@ class LearnedDrafter(Drafter):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json, model.safetensors and the two files of ``model.generate(custom_generate=folder)``."""
-        known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
+        names = {checkpoint.HUB_NAMES: [self.target.name] if self.target.on_hub else []}
+        known = self.provenance or checkpoint.make_config(self.name, {}, self.target, names)
         checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
         for name, content in GENERATE_FILES.items():
             file = Path(folder) / name

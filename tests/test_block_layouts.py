@@ -161,7 +161,7 @@ def test_sglang_gets_the_temperatures(
         export(head, to, out)
         readme, file = (out / "README.md").read_text(), out / "confidence.json"
         assert file.is_file() == (to in written_for)
-        assert (f"--speculative-dspark-confidence-sts-path {file}" in readme) == (to in written_for)
+        assert (f"--speculative-dspark-confidence-sts-path {out.name}/{file.name}" in readme) == (to in written_for)
         if file.is_file():
             assert json.loads(file.read_text()) == {"temperatures": temperatures}
         check(out, to, target.name)

@@ -107,6 +107,9 @@ def test_training_starts_from_the_draft_model(
     assert "lm_head.weight" not in head and head["model.embed_tokens.weight"].dtype == torch.bfloat16
     info = json.loads((out / "training.json").read_text())
     assert info["training"]["steps"] == 40 and info["target"]["fingerprint"] == target.fingerprint()
+    assert not any(
+        str(out.parent) in (out / name).read_text() for name in ("training.json", "README.md", "config.json")
+    )
     drafter = make_drafter("speculative", target, draft_model=str(out), gamma=2)
     assert generate(target, drafter, [[5, 6, 7]], max_new_tokens=4).tokens[0].numel() == 4
 
@@ -142,7 +145,8 @@ def forward_kl(folder: Path, settings: dict[str, Any]) -> float:
 
 def test_lora_leaves_an_adapter_that_merges(settings: dict[str, Any], draft: Path, target: TargetModel) -> None:
     """An adapter of untrained matrices, one that peft or a drafter does not load, a merge with another scale; the draft
-    model itself trained or saved; a finished run that is not seen as one."""
+    model itself trained or saved; a finished run that is not seen as one; peft's card, whose header gives a folder as a
+    model of the Hub."""
     from peft import PeftModel
 
     from train.run.training import finished_at
@@ -155,6 +159,8 @@ def test_lora_leaves_an_adapter_that_merges(settings: dict[str, Any], draft: Pat
     assert state and all("lora_" in name for name in state)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in out.iterdir()}
     assert not (out / "model.safetensors").exists()
+    card = (out / "README.md").read_text()
+    assert f"`{draft.name}`, aligned with that target" in card and str(draft) not in card and "base_model" not in card
     assert finished_at(run.config, run.inputs.train) == 30
     ids = torch.arange(3, 23)[None]
     unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32), str(out))

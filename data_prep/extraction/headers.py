@@ -11,8 +11,9 @@ from data_prep.common.target import dtype_here
 from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import source_digest
+from data_prep.dialogues.reader import dataset_parts, source_digest
 from data_prep.store.manifest import StoreManifest
+from drafters.common.paths import hub_names
 from drafters.common.provenance import git_commit, library_versions
 from drafters.common.states import named_states, taps_for
 from drafters.methods.eagle import EagleHead
@@ -72,6 +73,7 @@ def make_headers(
             limit=config.limit,
             source=source,
             source_digest=digests[split],
+            hub_names=hub_names(config.target) + ([source] if hub_names(dataset_parts(source)[0]) else []),
             versions=library_versions("torch", "transformers", "tokenizers", "safetensors"),
             commit=git_commit(Path(__file__).parent),
         )

@@ -108,6 +108,7 @@ class StoreManifest(BaseModel):
     limit: int | None = None
     source: str
     source_digest: str
+    hub_names: list[str] | None = None  # which of target_name and source are the Hub's; None: not recorded
     answers: Answers | None = None  # the target's own greedy ones, sampled by it, or given; None: not recorded
     plan: ShardPlan | None = None  # set when the store is begun
     consumed: Count = 0  # encoded dialogues on which the target has run: ``dialogues`` and the non-finite ones

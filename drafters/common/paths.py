@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ LOCAL = re.compile(
     r"(?:file://)?(?:[A-Za-z]:[\\/]|\\\\[\w.-]+\\|(?:~[\w.-]*|\.\.?)?/)"
     r"""[^\s'"`,;|<>()\[\]{}]+"""
 )
+RELATIVE = re.compile(r"(?:[\w.+@~-]+[\\/])+[\w.+@~:-]*")  # a text that is one relative path
 # A text that is one absolute path, with or without spaces. Not a command with options, not "/word and more words".
 ONE_PATH = re.compile(
     r"(?:file://)?(?:[A-Za-z]:[\\/]|\\\\[\w.-]+\\|~[\w.-]*/|/[^\s/]+/|/\S+$)"
@@ -34,13 +35,38 @@ def is_missing_folder(name: str) -> bool:
 
 
 def is_hub_id(name: str) -> bool:
-    """True if ``name`` can only be a Hub repository ("user/name"), not a folder of this machine."""
+    """True if ``name`` has the form of a Hub repository ("user/name") and is no file or folder here. That it does not
+    exist here says nothing in another working directory: for publishing, ``hub_names`` are recorded."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def shown_name(name: str) -> str:
-    """A model's name for publishing: a Hub repository as it is, of a local path the last component."""
-    return name if is_hub_id(name) else Path(name).name
+def hub_names(*names: str | Path | None) -> list[str]:
+    """Those of the ``names`` of what was just loaded that are Hub repositories: no such file or folder is here."""
+    return sorted({str(name) for name in names if name is not None and not Path(name).expanduser().exists()})
+
+
+def shown_name(name: str, known: Collection[str]) -> str:
+    """A name for publishing: a Hub repository, one of the ``known`` names, as it is; of a path the last component."""
+    return name if name in known else _last_component(name)
+
+
+def shown_names(value: Any, known: Collection[str], local: Collection[str] = ()) -> Any:
+    """``names_only``, and of relative paths, too, only the last component is left.
+
+    Args:
+        known: names that stay, because they are the Hub's. local: names that are paths, whatever their form.
+    """
+    if isinstance(value, Mapping):
+        return {key: shown_names(inner, known, local) for key, inner in names_only(value).items()}
+    if isinstance(value, list | tuple):
+        return [shown_names(inner, known, local) for inner in value]
+    value = names_only(value)
+    if not isinstance(value, str):
+        return value
+    key, equals, last = value.rpartition("=")  # an argument as key=value
+    if last in known or not (last in local or RELATIVE.fullmatch(last)):
+        return value
+    return key + equals + _last_component(last)
 
 
 def names_only(value: Any) -> Any:

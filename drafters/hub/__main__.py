@@ -12,6 +12,7 @@ from pathlib import Path
 
 from drafters.cli.program import CommandLine, run_program
 from drafters.common.files import check_file
+from drafters.common.paths import is_hub_id
 from drafters.common.wording import size_text
 from drafters.hub.client import check_repo_ids
 from drafters.hub.model_card import Card, check_card
@@ -43,13 +44,17 @@ def main(arguments: list[str] | None = None) -> None:
         if evidence is not None:
             read(evidence, schema)
 
-    from drafters.hub.checkpoint import drafter_type
+    from drafters.hub.checkpoint import config_of
     from drafters.hub.publishing import card_of, files_of, push_to_hub
     from drafters.layouts.export import serving
     from drafters.methods import drafter_class
 
+    config = config_of(given.folder)
+    if given.base_model is None and not config.records_hub_names and is_hub_id(config.target.name):
+        name = config.target.name
+        print(f"note: config.json does not say whether {name} is on the Hub; if it is, add --base-model {name}")
     card = Card(
-        title=getattr(drafter_class(drafter_type(given.folder)), "card_title", ""),
+        title=getattr(drafter_class(config.drafter_type), "card_title", ""),
         license=given.license,
         certificate=given.certificate,
         report=given.report,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from drafters.common.files import replacing, save_tensors, sync
 from drafters.common.fingerprints import same_weights
-from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable
+from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable, is_hub_id
 from drafters.common.wording import dtype_name, how_to_import, json_object, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
 from drafters.hub.client import look_up
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
+HUB_NAMES = "hub_names"  # key of ``training``
 WEIGHTS_FILE = "model.safetensors"
 CONFIDENCE_FILE = "confidence.json"  # of train.tools.calibrate, in the format of SGLang's option
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
@@ -56,7 +57,10 @@ class TargetIdentity(Config):
 
 
 class CheckpointConfig(Config):
-    """Schema of ``config.json``."""
+    """Schema of ``config.json``.
+
+    ``training``: provenance. Its ``hub_names`` are the names in the file that were loaded from the Hub.
+    """
 
     drafter_type: str
     format_version: int
@@ -68,6 +72,23 @@ class CheckpointConfig(Config):
     def files(self) -> tuple[str, ...]:
         """Names of the files beside ``config.json``, the weights last."""
         return (WEIGHTS_FILE,)
+
+    @property
+    def records_hub_names(self) -> bool:
+        """True if the file says which names are the Hub's. Without a record, a revision shows it: no folder has one."""
+        return HUB_NAMES in self.training or self.target.revision is not None
+
+    @property
+    def hub_names(self) -> list[str]:
+        """Names of Hub repositories in the file, as recorded when they were loaded.
+
+        Older files have no record. Then these are a target with a revision, and an adapter's base by its form.
+        """
+        if HUB_NAMES in self.training:
+            return list(self.training[HUB_NAMES])
+        names = [self.target.name] if self.target.revision is not None else []
+        names += [self.base.name] if isinstance(self, AdapterConfig) else []
+        return [name for name in names if is_hub_id(name)]
 
 
 class BaseHead(Config):

@@ -4,7 +4,7 @@ The card repeats ``config.json``, a certificate of eval.lossless and a report of
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from drafters.common.fingerprints import same_weights
-from drafters.common.paths import is_hub_id, names_only, shown_name
+from drafters.common.paths import names_only, shown_names
 from drafters.hub.reports import Certificate, read
 
 CARD_FILE = "README.md"
@@ -97,32 +97,51 @@ def check_card(folder: Path, *evidence: object) -> None:
         raise ValueError(f"{folder / CARD_FILE} would be published without the figures given: remove it")
 
 
-def model_card(config: Found, repo_id: str, parameters: int, card: Card | None = None) -> str:
+def published(config: Found, known: Collection[str]) -> dict[str, Any]:
+    """``config.json`` as it is published: of the names of files and folders only the last component is left.
+
+    Args:
+        known: the names in it that are the Hub's, which stay.
+    """
+    training = config.get("training") or {}
+    named = [config["target"], config.get("base"), training.get("tuned_from")]
+    local = {one["name"] for one in named if one} | {str(training.get("data"))}
+    found: dict[str, Any] = shown_names(config, known, local)
+    return found
+
+
+def model_card(
+    config: Found, repo_id: str, parameters: int, card: Card | None = None, known: Collection[str] = ()
+) -> str:
     """The text of ``README.md`` for a drafter to be published as ``repo_id``.
 
     Args:
         config: the content of ``config.json``.
+        known: the names in it that are the Hub's, and may be in the card's header (``CheckpointConfig.hub_names``).
         parameters: number of the drafter's weights.
 
     Raises:
         ValueError: the certificate or the report is of another method or target, or no such file.
     """
-    card, config = card or Card(), names_only(config)
-    kind, target, training = config["drafter_type"], config["target"], config.get("training") or {}
-    name, target_name = repo_id.split("/")[-1], card.base_model or shown_name(target["name"])
-    base = shown_name(config["base"]["name"]) if config.get("base") else None
+    card, target_on_hub = card or Card(), config["target"]["name"] in known
+    config = published(config, known)
+    kind, target, training = config["drafter_type"], config["target"], dict(config.get("training") or {})
+    training.pop("hub_names", None)
+    name, target_name = repo_id.split("/")[-1], card.base_model or target["name"]
+    base = config["base"]["name"] if config.get("base") else None
     tables = {"Target": {**target, "name": target_name}, "Options": config.get("drafter"), "Training": training}
     tables["Measured"] = names_only(card.figures)
     sections = [card.serving] if card.serving else []
     sections += [f"## {title}\n\n{_table(values)}" for title, values in tables.items() if values]
     results: list[EvalResult] = []
     if card.certificate is not None:
-        sections.append(losslessness(config, names_only(read(card.certificate, Certificate))))
+        sections.append(losslessness(config, _evidence(read(card.certificate, Certificate), known)))
     if card.report is not None:
-        report = names_only(read(card.report))
+        report = _evidence(read(card.report), known)
         sections.append(measured(config, report))
         results = eval_results(config, report)
-    on_hub, data = card.base_model or is_hub_id(target["name"]), str(training.get("data", ""))
+    on_hub, data = card.base_model or target_on_hub, str(training.get("data", ""))
+    datasets = [*card.datasets, *([data.split(":")[0]] if data in known else [])]  # without configuration and split
     pinned = f", revision={target['revision']!r}" if target.get("revision") else ""
     header = ModelCardData(
         library_name="drafters",
@@ -130,7 +149,7 @@ def model_card(config: Found, repo_id: str, parameters: int, card: Card | None =
         license=card.license,
         base_model=target_name if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
-        datasets=[*dict.fromkeys([*card.datasets, *([data] if is_hub_id(data) else [])])] or None,
+        datasets=[*dict.fromkeys(datasets)] or None,
         model_name=name if results else None,
         eval_results=results or None,
     )
@@ -142,7 +161,7 @@ def model_card(config: Found, repo_id: str, parameters: int, card: Card | None =
         weights=f"{parameters:,}",
         target=target_name,
         base=base,
-        tuned_from=shown_name(training["tuned_from"]["name"]) if training.get("tuned_from") else None,
+        tuned_from=training["tuned_from"]["name"] if training.get("tuned_from") else None,
         pinned=f"{target_name!r}{pinned}",
         loaded=f"{base!r}, target, adapter={repo_id!r}" if base else f"{repo_id!r}, target",
         repo_id=repr(repo_id),
@@ -219,8 +238,7 @@ def measured(config: Found, report: Found) -> str:
 
 def eval_results(config: Found, report: Found) -> list[EvalResult]:
     """tau and speedup of the drafter's rows, for the card's header; raises as ``losslessness``."""
-    file = Path(report["environment"]["prompt_set"]["file"])
-    workload = file.stem if file.is_absolute() or not file.parent.name else f"{file.parent.name}/{file.stem}"
+    workload = Path(report["environment"]["prompt_set"]["file"]).stem  # with its folder it would look like the Hub's
     return [
         EvalResult(
             task_type="text-generation",
@@ -246,6 +264,14 @@ def _rows(config: Found, report: Found, *others: str) -> Iterator[Found]:
         raise ValueError(f"the report has no row of type {kind!r}; it has {', '.join(map(repr, entries))}")
     pairs = zip(report["rows"], methods, strict=True)
     return (row for row, method in pairs if method in (kind, *others))
+
+
+def _evidence(found: Found, known: Collection[str]) -> dict[str, Any]:
+    """A certificate or report without local names. In its command, configs of this toolkit keep their folder."""
+    shown: dict[str, Any] = names_only(found)
+    argv = [part if part.startswith("configs/") else shown_names(part, known) for part in shown["environment"]["argv"]]
+    shown["environment"] |= {"argv": argv}
+    return shown | ({"drafter": shown_names(shown["drafter"], known)} if "drafter" in shown else {})
 
 
 def _command(facts: Found) -> str:

@@ -8,7 +8,9 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import (
@@ -19,10 +21,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from drafters.common.paths import names_only
+from drafters.common.paths import shown_names
 from drafters.hub import checkpoint
 from drafters.hub.client import check_repo_ids, look_up
-from drafters.hub.model_card import CARD_FILE, Card, check_card, model_card, with_header
+from drafters.hub.model_card import CARD_FILE, Card, check_card, model_card, published, with_header
 
 ATTEMPTS, WAIT = 4, 2.0  # seconds before the second attempt; doubled before each later one
 TEMPORARY = (409, 412, 429)  # refusals that a later attempt may not meet, as any status from 500 on
@@ -47,7 +49,7 @@ def push_to_hub(
 
     A ``README.md`` in the folder is published, with the license, base model and data sets of ``card`` in its header;
     otherwise a card is written from ``config.json`` and ``card``. In JSON files and in a written card, a local path is
-    replaced by its last component. TensorBoard's events of the training are published, too.
+    replaced by its last component, also a relative one. TensorBoard's events of the training are published, too.
 
     Args:
         private: create the repository private (None: the account's default; an existing repository is not changed).
@@ -86,17 +88,20 @@ def push_to_hub(
 def files_of(folder: Path, repo_id: str, card: Card | None = None) -> Files:
     """What is published of ``folder``, by its name there, the weights last; errors are ``push_to_hub``'s."""
     text = card_of(folder, repo_id, card)
-    *others, weights = (checkpoint.CONFIG_FILE, *checkpoint.read_config(folder).files)
+    config = checkpoint.read_config(folder)
+    *others, weights = config.files
     others += [checkpoint.CONFIDENCE_FILE] if (folder / checkpoint.CONFIDENCE_FILE).is_file() else []
     files: Files = {CARD_FILE: text.encode(), **GENERATE_FILES}
     files |= {str(path.relative_to(folder)): path for path in sorted(folder.glob(EVENTS))}
-    return files | {name: _without_paths(folder / name) for name in others} | {weights: folder / weights}
+    files |= {checkpoint.CONFIG_FILE: _shown(folder / checkpoint.CONFIG_FILE, published, config.hub_names)}
+    files |= {name: _shown(folder / name, shown_names, config.hub_names) for name in others}
+    return files | {weights: folder / weights}
 
 
-def _without_paths(file: Path) -> Path | bytes:
-    """A JSON file; its changed content if it has paths of this machine."""
+def _shown(file: Path, show: Callable[[Any, list[str]], Any], known: list[str]) -> Path | bytes:
+    """A JSON file; its content without local names, if ``show`` changes it."""
     found = json.loads(file.read_text(encoding="utf-8"))
-    shown = names_only(found)
+    shown = show(found, known)
     return file if shown == found else (json.dumps(shown, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -109,7 +114,8 @@ def card_of(folder: Path, repo_id: str, card: Card | None = None) -> str:
     checkpoint.check_finite(weights, source=str(folder))
     if (written := folder / CARD_FILE).is_file():
         return with_header(written, card)
-    return model_card(config, repo_id, sum(value.numel() for value in weights.values()), card)
+    known = checkpoint.parse_config(config, str(folder)).hub_names
+    return model_card(config, repo_id, sum(value.numel() for value in weights.values()), card, known)
 
 
 def _upload(

@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 from drafters.common.files import check_new_folder
 from drafters.common.fingerprints import same_weights
-from drafters.common.paths import shown_name
+from drafters.common.paths import hub_names, shown_name
 from drafters.common.wording import dtype_name, shortened
-from drafters.hub.checkpoint import FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
+from drafters.hub.checkpoint import FORMAT_VERSION, HUB_NAMES, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
 from drafters.hub.declared import Layout
 from drafters.layouts import block, eagle3
 from drafters.layouts.config import CONFIG_FILE, LOADS_AS_IT_IS, made_from, read_config
@@ -97,7 +97,7 @@ def convert(
         "format_version": FORMAT_VERSION,
         "drafter": options,
         "target": ends.identity(target, target_revision).model_dump(),
-        "training": _provenance(source, revision, path),
+        "training": _provenance(source, target, revision, path),
     }
     save_checkpoint(out, weights, written, dtype=None)
     return notices
@@ -124,10 +124,12 @@ def _state_head(
     return found.options, found.notes + found.doubts, own
 
 
-def _provenance(source: str, revision: str | None, path: Path) -> dict[str, Any]:
+def _provenance(source: str, target: str, revision: str | None, path: Path) -> dict[str, Any]:
+    known = hub_names(source, target)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"imported_from": shown_name(source), "revision": revision, "file": path.name, "sha256": digest}
+    named = {"imported_from": shown_name(source, known), HUB_NAMES: known}
+    return named | {"revision": revision, "file": path.name, "sha256": digest}
 
 
 def _options(

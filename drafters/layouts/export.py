@@ -1,6 +1,6 @@
 """Write a drafter's head in the form of another program, and check a folder in such a form."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from drafters.common.files import check_new_folder, replace_json, replace_text, replacing, save_tensors
 from drafters.common.fingerprints import same_weights
-from drafters.common.paths import readable, shown_name
+from drafters.common.paths import hub_names, readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
-from drafters.hub.checkpoint import CONFIDENCE_FILE, WEIGHTS_FILE, load_checkpoint, load_state
+from drafters.hub.checkpoint import CONFIDENCE_FILE, WEIGHTS_FILE, load_checkpoint, load_state, parse_config
 from drafters.hub.declared import READERS
 from drafters.layouts import block, block_export, eagle3, eagle3_export
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
@@ -84,11 +84,13 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
             f"{checkpoint} was trained for {trained['name']!r} (fingerprint {trained['fingerprint']}), and {name} is "
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
         )
-    origin = _made_from(config, checkpoint, kind)
+    loaded = hub_names(checkpoint, name)
+    origin = _made_from(config, checkpoint, kind, {*parse_config(config, checkpoint).hub_names, *loaded})
     form_of = STATE_HEADS[method].form if method in STATE_HEADS else _one_layer_form
     form: Form = form_of(checkpoint, to, options, family, weights, origin)
     calibrated = form.temperatures is not None
-    about = Exported(checkpoint, name, to, out, form.hot, method, form.readers, form.steps, calibrated)
+    shown = shown_name(checkpoint, loaded), shown_name(name, loaded), to, Path(out.name)
+    about = Exported(*shown, form.hot, method, form.readers, form.steps, calibrated)
     text = readme(form.config, form.weights, about, kind.layout)
     _write(out, form, text, kind.layout.pickled)
     return form.notices
@@ -225,7 +227,8 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
         reasons = served_by(method, options, load_config_only(trained["name"], trained["revision"]))
     except ValueError:  # no head for this target, or no target to read the family from
         return ""
-    sections, target = [], base_model or shown_name(trained["name"])
+    known = parse_config(config, str(folder)).hub_names
+    sections, target = [], base_model or shown_name(trained["name"], known)
     hot = None if options.get("draft_vocab") is None else weights.get(DRAFT_IDS)
     given: Any = validate(learned(method).options, options, source=str(folder))
     steps, calibrated = getattr(given, "slots", STEPS), block_export.temperatures_of(given) is not None
@@ -291,10 +294,13 @@ def _layer_refused(
     return f"its layer is that of {of}, and {READERS[to]} has those of {known}"
 
 
-def _made_from(config: Mapping[str, Any], checkpoint: str, kind: type["LearnedDrafter"]) -> dict[str, Any]:
+def _made_from(
+    config: Mapping[str, Any], checkpoint: str, kind: type["LearnedDrafter"], known: Collection[str]
+) -> dict[str, Any]:
+    """The origin of an export; ``known``: names that are the Hub's."""
     target, options = config["target"], config["drafter"]
-    found = {"drafter": shown_name(checkpoint), "drafter_type": config["drafter_type"]}
-    found |= {"target": shown_name(target["name"]), "target_revision": target["revision"]}
+    found = {"drafter": shown_name(checkpoint, known), "drafter_type": config["drafter_type"]}
+    found |= {"target": shown_name(target["name"], known), "target_revision": target["revision"]}
     found |= {"target_fingerprint": target["fingerprint"]}
     found |= {"layer": options.get("layer", "target")} if "layer" in kind.options.model_fields else {}
     return found | ({"exit_layer": options["exit_layer"]} if "exit_layer" in options else {})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from drafters.common.paths import hub_names, is_hub_id
 from drafters.config import Engine, Quantization
 from drafters.model.cache import KVCache, config_shapes
 from drafters.model.check import check_target
@@ -64,6 +65,7 @@ class TargetModel:
         fingerprint: of the files that the model comes from; None: of the model, computed when it is needed.
 
     Attributes:
+        on_hub: True if it was loaded from the Hub, False for a folder.
         hidden_size: H, the width of a feature. vocab_size: V, rows of the LM head. num_layers: decoder layers.
 
     Raises:
@@ -85,6 +87,7 @@ class TargetModel:
         self.config: PretrainedConfig = model.config
         self.name = name or model.config.name_or_path or type(model).__name__
         self.revision = revision
+        self.on_hub = is_hub_id(self.name)  # by its form, because the caller loaded it
         self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
@@ -158,7 +161,7 @@ class TargetModel:
         """
         model, fingerprint = load_model(name, dtype, device, revision, device_map, cache_tokens)
         target = cls(model, str(name), revision, engine, quantize, capture_only, fingerprint)
-        target.source = str(name)
+        target.source, target.on_hub = str(name), bool(hub_names(name))
         return target
 
     @property

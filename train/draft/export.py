@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from drafters.common.files import replace_json, replacing_files
-from drafters.common.paths import ADAPTER_CONFIG_FILE
+from drafters.common.paths import ADAPTER_CONFIG_FILE, shown_name, shown_names
+from drafters.hub.checkpoint import HUB_NAMES
 from drafters.model.files import load_bare_tokenizer
 from train.configs import DraftModelConfig
 from train.core.lora import copy_weights
@@ -28,20 +29,26 @@ def with_weights(config: DraftModelConfig, weights: dict[str, Tensor]) -> DraftM
 
 def export(config: DraftModelConfig, weights: dict[str, Tensor], provenance: dict[str, Any]) -> None:
     """Write the draft model, or its adapter, into the top of the run folder, replacing an older export."""
-    model, text = with_weights(config, weights).model, None
+    model, known, kind = with_weights(config, weights).model, provenance["training"][HUB_NAMES], "A draft model"
     if config.lora is None:
         model.to(torch.bfloat16)
-        target, before = (Path(name).name for name in (provenance["target"]["name"], config.draft_model))
-        loss = config.divergence + (f" ({config.beta:g})" if config.divergence == "jsd" else "")
-        text = f"A draft model for speculative decoding with `{target}`: `{before}`, aligned with that target by {loss}"
-        text = card(config.out, "draft-model", text, provenance["training"])
+    else:  # peft's own card would name the folder of its base as a model on the Hub
+        kind = "An adapter of a draft model"
+    target, before = (shown_name(name, known) for name in (provenance["target"]["name"], config.draft_model))
+    loss = config.divergence + (f" ({config.beta:g})" if config.divergence == "jsd" else "")
+    text = f"{kind} for speculative decoding with `{target}`: `{before}`, aligned with that target by {loss}"
+    text = card(
+        config.out, "draft-model", text, provenance["training"], "transformers" if config.lora is None else "peft"
+    )
     write_model(config.out, model, (config.draft_model, None), text, provenance)
 
 
 def write_model(
-    folder: Path, model: Any, source: tuple[str, str | None], text: str | None, provenance: dict[str, Any]
+    folder: Path, model: Any, source: tuple[str, str | None], text: str, provenance: dict[str, Any]
 ) -> None:
     """Write a model with the tokenizer of ``source`` (name, revision), a card ``text`` and its provenance.
+
+    Of local names in the provenance only the last component is written.
 
     A process killed meanwhile leaves the older files, the new ones, or a folder that does not load.
     """
@@ -49,15 +56,14 @@ def write_model(
         model.save_pretrained(new)
         with contextlib.suppress(ValueError):  # a model may have no tokenizer
             load_bare_tokenizer(*source).save_pretrained(new)
-        if text is not None:
-            (new / "README.md").write_text(text, encoding="utf-8")
-        replace_json(new / PROVENANCE, provenance)
+        (new / "README.md").write_text(text, encoding="utf-8")
+        replace_json(new / PROVENANCE, shown_names(provenance, provenance["training"][HUB_NAMES]))
 
 
-def card(run: Path, tag: str, text: str, training: dict[str, Any]) -> str:
+def card(run: Path, tag: str, text: str, training: dict[str, Any], library: str = "transformers") -> str:
     """A model card."""
     return f"""---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags: [speculative-decoding, {tag}]
 ---

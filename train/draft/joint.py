@@ -1,6 +1,5 @@
 """A target that is tuned together with its Medusa heads (Medusa-2): the module, and its exports."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.common.files import replacing_files
-from drafters.common.paths import ADAPTER_CONFIG_FILE
-from drafters.hub.checkpoint import TargetIdentity
+from drafters.common.paths import ADAPTER_CONFIG_FILE, shown_name
+from drafters.hub.checkpoint import HUB_NAMES, TargetIdentity
 from drafters.methods.medusa import MedusaHeads
 from drafters.model.ends import load_frozen_ends
 from train.configs import MedusaConfig
@@ -85,7 +84,8 @@ def export_tuned(
     assert config.joint is not None
     module, lora = tuned_target(config, shape, weights), config.joint.lora
     base = provenance["target"]
-    how, name = "all layers" if lora is None else f"LoRA of rank {lora.r}", Path(base["name"]).name
+    name = shown_name(base["name"], provenance["training"][HUB_NAMES])
+    how = "all layers" if lora is None else f"LoRA of rank {lora.r}"
     text = (
         f"It is another model than `{name}`: decoding with the heads gives exactly what this model gives, and not what "
         f"`{name}` does.\n\n`{name}`, tuned together with {config.heads} Medusa heads (Medusa-2: {how})"
@@ -97,7 +97,7 @@ def export_tuned(
             module.model.save_pretrained(folder)
             (folder / "README.md").write_text(text, encoding="utf-8")
     model = module.merged().to(stored_dtype(shape))  # type: ignore[arg-type]
-    model.config.tuned_from = {"name": base["name"], "fingerprint": base["fingerprint"]}
+    model.config.tuned_from = {"name": name, "fingerprint": base["fingerprint"]}
     write_model(config.tuned_folder, model, (config.target, config.revision), text, provenance)
     tuned = str(config.tuned_folder)
     return load_frozen_ends(tuned, device="meta").identity(tuned)

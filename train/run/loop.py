@@ -20,7 +20,9 @@ from data_prep.common.progress import WITHOUT_TIME_LEFT, Bar
 from drafters.cli.program import Failure
 from drafters.common.files import replace_json
 from drafters.common.machine import hardware
+from drafters.common.paths import hub_names
 from drafters.common.threads import fit_threads
+from drafters.hub.checkpoint import HUB_NAMES
 from train.core.average import WeightAverage
 from train.core.engine import Engine
 from train.core.runtime import Ranks, check_same_step, dtype_of, rank_device, seed_step
@@ -133,8 +135,14 @@ class TrainRun:
             "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
             "energy": self.energy.how,
             "hardware": hardware(self.engine.device),
+            HUB_NAMES: self._hub_names(),
         }
         return described if task.base is None else described | {"base": task.base.model_dump()}
+
+    def _hub_names(self) -> list[str]:
+        """Names in the run's records that were loaded from the Hub: of models, and of the data set."""
+        models = (getattr(self.config, key, None) for key in ("target", "init_from", "draft_model"))
+        return sorted({*hub_names(*models), *(self.inputs.train.manifest.hub_names or ())})
 
     def _open_run_folder(self, resume: bool) -> Metrics:
         self.config.out.mkdir(parents=True, exist_ok=True)
@@ -375,7 +383,7 @@ class TrainRun:
             "epochs": self.progress.epoch,
             "minutes": round(self.progress.seconds / 60, 2),
             "joules": self.progress.joules,
-            **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
+            **{key: self.info[key] for key in ("config", "ranks", "versions", "commit", HUB_NAMES)},
         }
         target = self.inputs.ends.identity(self.config.target, self.config.revision)
         self.task.export(weights, target, training)

@@ -1,0 +1,192 @@
+"""What is a Hub repository is recorded when it is loaded; local names are published by their last part only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rigged
+import tiny
+import tiny_run
+import yaml
+from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+from hub_server import HubServer, Repository
+from test_export import save_head
+from test_export import save_target as save_llama
+from test_hub import Login, evidence, hub, login  # noqa: F401
+
+import drafters.hub.__main__
+from data_prep.configs import FeaturesConfig
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.extraction.headers import make_headers
+from drafters import TargetModel
+from drafters.common.paths import shown_names
+from drafters.hub.checkpoint import load_checkpoint
+from drafters.hub.model_card import Card
+from drafters.hub.publishing import files_of
+from drafters.layouts.convert import convert
+from drafters.layouts.export import export
+
+TARGET, DATA = "models/my-llama", "data/sharegpt.jsonl"
+
+
+def sent(folder: Path, **card: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """config.json, the card's header and all text that is published of a drafter."""
+    files = files_of(folder, "user/d", Card(**card))
+    texts = {name: one if isinstance(one, bytes) else one.read_bytes() for name, one in files.items()}
+    readme = texts["README.md"].decode()
+    text = "\n".join(value.decode() for name, value in texts.items() if name.endswith((".md", ".json")))
+    return json.loads(texts["config.json"]), yaml.safe_load(readme.split("---\n")[1]), text
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with relative names, seen from another folder: none of them exists there."""
+    monkeypatch.chdir(tmp_path)
+    target = tiny_run.save_target(Path(TARGET))
+    target.name = TARGET
+    features = tiny_run.write_stores(Path("features"), target)
+    for manifest in features.glob("*/manifest.json"):
+        found = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(found | {"source": DATA, "hub_names": []}))
+    tiny_run.train_here("eagle", tiny_run.settings(TARGET, features, Path("runs/head"), steps=1))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    return tmp_path / "runs" / "head"
+
+
+def test_a_run_with_relative_names(elsewhere: Path) -> None:
+    """Catches a folder and a file that the card's header gives as a model and a data set of the Hub, and paths of the
+    first machine in config.json."""
+    config, header, text = sent(elsewhere)
+    assert config["target"]["name"] == "my-llama" and config["training"]["data"] == "sharegpt.jsonl"
+    assert config["training"]["hub_names"] == []
+    assert config["training"]["config"]["target"] == "my-llama" and config["training"]["config"]["out"] == "head"
+    assert not {"base_model", "base_model_relation", "datasets"} & header.keys()
+    assert "models/" not in text and "data/" not in text and "runs/" not in text
+    assert "trained for the target `my-llama`" in text
+
+
+def test_a_record_of_the_hub(elsewhere: Path) -> None:
+    """Catches a Hub model or data set that the header leaves out, also where a folder has its name, and a data set's
+    configuration in the header."""
+    file = elsewhere / "config.json"
+    config = json.loads(file.read_text())
+    config["target"]["name"], config["training"]["data"] = "someone/llama", "someone/chats:en:train"
+    config["training"]["hub_names"] = ["someone/chats:en:train", "someone/llama"]
+    config["training"]["config"] |= {"target": "someone/llama", "init_from": "other/head"}
+    file.write_text(json.dumps(config))
+    Path("someone/llama").mkdir(parents=True)
+    config, header, _ = sent(elsewhere)
+    assert config["target"]["name"] == config["training"]["config"]["target"] == "someone/llama"
+    assert config["training"]["data"] == "someone/chats:en:train"
+    assert config["training"]["config"]["init_from"] == "head"  # not recorded
+    assert header["base_model"] == "someone/llama" and header["datasets"] == ["someone/chats"]
+
+
+@pytest.mark.parametrize(("revision", "on_hub"), [(None, False), ("0123abc", True)])
+def test_files_without_a_record(
+    revision: str | None, on_hub: bool, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a guess from a name's form: only a revision shows that a model was loaded from the Hub."""
+    file = elsewhere / "config.json"
+    config = json.loads(file.read_text())
+    del config["training"]["hub_names"]
+    config["target"] |= {"name": "someone/llama", "revision": revision}
+    file.write_text(json.dumps(config))
+    config, header, _ = sent(elsewhere)
+    assert (header.get("base_model") == "someone/llama") == on_hub and "datasets" not in header
+    assert config["target"]["name"] == ("someone/llama" if on_hub else "llama")
+    drafters.hub.__main__.main(["push", str(elsewhere), "user/d", "--dry-run"])
+    assert ("if it is, add --base-model someone/llama" in capsys.readouterr().out) != on_hub
+
+
+def test_evidence_with_relative_names(elsewhere: Path) -> None:
+    """Catches folders in a report's command and options, and a prompt file that the header gives as a data set."""
+    fingerprint = json.loads((elsewhere / "config.json").read_text())["target"]["fingerprint"]
+    found = evidence(fingerprint)
+    for each in found.values():
+        argv = ["python", "-m", "x", f"target={TARGET}", "out=runs/x", "--config", "configs/speed/y.yaml"]
+        each["environment"] |= {"argv": argv, "prompt_set": {"prompts": 3, "file": "data/mt/q.jsonl", "sha256": "p"}}
+    found["certificate"]["drafter"] |= {"pool": "pools/phrases.safetensors"}
+    _, header, text = sent(elsewhere, **found)
+    assert "python -m x target=my-llama out=x --config configs/speed/y.yaml" in text
+    assert "models/" not in text and "pools/" not in text and "data/" not in text and "mt/" not in text
+    assert {one["dataset"]["type"] for one in header["model-index"][0]["results"]} == {"q"}
+
+
+def test_what_is_loaded_is_recorded(
+    hub: HubServer,  # noqa: F811
+    login: Login,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a target, a head or a store that forgets where it came from: the Hub, or a folder of such a name."""
+    monkeypatch.chdir(tmp_path)
+    tiny.build("llama", vocab_size=300, head_dim=12).save_pretrained("user/local")
+    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>").save_pretrained("user/local")
+    hub.repositories["user/target"] = repository = Repository(private=False)
+    repository.commit({path.name: path.read_bytes() for path in Path("user/local").iterdir()}, "a target")
+    for name, on_hub in (("user/target", True), ("user/local", False)):
+        target = TargetModel.from_pretrained(name, "float32", "cpu")
+        assert target.on_hub == on_hub
+        known = [name] if on_hub else []
+        rigged.eagle(target, None, "chain").save_pretrained(f"{name}-head")
+        config = load_checkpoint(f"{name}-head")[0]
+        assert config["training"]["hub_names"] == known
+        export(f"{name}-head", "vllm", Path(f"out/{target.name}-vllm"))
+        made = json.loads(Path(f"out/{name}-vllm/config.json").read_text())["made_from"]
+        assert made["target"] == (name if on_hub else "local") and made["drafter"] == f"{Path(name).name}-head"
+        convert(f"out/{name}-vllm", name, Path(f"back/{name}"))
+        assert load_checkpoint(f"back/{name}")[0]["training"]["hub_names"] == known
+        splits = {"train": "someone/chats:en:train" if on_hub else DATA}
+        Path("data").mkdir(exist_ok=True)
+        Path(DATA).touch()
+        values = {"target": name, "splits": splits, "max_length": 64, "heldout_answers": "given", "out": "store"}
+        header = make_headers(FeaturesConfig(**values), load_tokenizer("user/local"))["train"]
+        assert header.hub_names == ([name, splits["train"]] if on_hub else [])
+
+
+def test_an_export_has_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the author's folders in the README of an export, which is published with it."""
+    monkeypatch.chdir(tmp_path)
+    target = save_llama(Path("models/my-llama"))
+    save_head(Path("runs/head"), target)
+    export("runs/head", "vllm", Path("exports/mine"))
+    text = Path("exports/mine/README.md").read_text() + Path("exports/mine/config.json").read_text()
+    assert not [folder for folder in ("models/", "runs/", "exports/", str(tmp_path)) if folder in text]
+    assert "python -m drafters.export head --to vllm --out mine" in text and "--target my-llama" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("models/my llama", "models/my llama"),
+        ("models/x", "x"),
+        ("models/x/", "x"),
+        ("./models/x", "x"),
+        ("models\\x", "x"),
+        ("target=models/x", "target=x"),
+        ("user/known", "user/known"),
+        ("a=user/known", "a=user/known"),
+        ("local name/x y", "x y"),
+        (
+            {"a": ["b/c", {"d/e": "f/g"}], "n": 3, "u": "https://host/a/b"},
+            {"a": ["c", {"d/e": "g"}], "n": 3, "u": None},
+        ),
+        ("text of a/b and words", "text of a/b and words"),
+    ],
+)
+def test_shown_names(value: Any, shown: Any) -> None:
+    """Catches a folder that stays, and a Hub name, an address or a text that is cut."""
+    if isinstance(shown, dict):
+        shown["u"] = value["u"]
+    assert shown_names(value, ["user/known"], ["local name/x y"]) == shown
+
+
+@pytest.mark.parametrize(("name", "known"), [("someone/llama", ["someone/llama"]), ("tiny", [])])
+def test_a_model_from_memory(name: str, known: list[str], tmp_path: Path) -> None:
+    """Catches a name in a message that is taken for a Hub repository."""
+    target = TargetModel(tiny.build("llama"), name=name)
+    rigged.eagle(target, None, "chain").save_pretrained(tmp_path)
+    assert load_checkpoint(tmp_path)[0]["training"]["hub_names"] == known
