@@ -61,7 +61,7 @@ def run_of(method: str, tokens: list[int], accepted: list[int], temperature: flo
 def report_of(text: str) -> str:
     """The page of plain decoding and of a lossy drafter that parts from it, whose labels are hostile, too."""
     ids = list(range(len(text)))
-    drafter, prompt = f"mine {HOSTILE}", Prompt(f"p {HOSTILE}", "c\u202e", ids[:5])
+    drafter, prompt = f"mine {HOSTILE} ![x](//h/x.png) [y](//h) <//h>", Prompt(f"p {HOSTILE}", "c\u202e", ids[:5])
     half = len(ids) // 2
     runs = [run_of("plain", ids, [0] * (len(ids) - 1))]
     runs.append(run_of(drafter, ids[:-1] + [0], [half - 2, len(ids) - half - 1], source="lookup"))

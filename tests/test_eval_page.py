@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from eval.report.remarks import fastest
 from eval.report.sections import _acceptance, _by_batch, _grids
 
 
@@ -37,3 +38,20 @@ def test_the_fastest_settings_by_batch_size() -> None:
     rows += [row(99.0, 1.0), rows[0] | {"entry": "P", "tokens_per_second": None}]
     report = {"environment": {"batch": [1, 2, 4]}, "rows": rows, "throughput": []}
     assert _by_batch(report)[1].rows == [["O", "0", "gamma 4 (6.00x)", "gamma 2 (4.00x)", "-"]]
+
+
+def test_the_fastest_lossless_method_is_named() -> None:
+    """Catches the slowest, a lossy one or another batch size's, and a temperature without a sentence."""
+    base = {"drafted_per_step": 3.0, "speedup_ci": [1.0, 2.0]}
+    rows = [row(10.0 * speedup, 2.0) | base | {"drafter": name, "speedup": speedup}
+            for name, speedup in (("slow", 1.2), ("fast", 1.5), ("lossy", 1.9), ("batched", 1.8))]  # fmt: skip
+    rows[2]["lossless"], rows[3]["batch"] = False, 4
+    plain = row(10.0, 1.0) | {"drafted_per_step": 0.0, "speedup": 1.0}
+    report = {"environment": {"target": {"name": "a/b"}}, "rows": rows}
+    report["baseline"] = {"temperatures": [plain, plain | {"temperature": 1.0}]}
+    first, second = fastest(report)
+    assert first == (
+        "greedy: the fastest lossless method, fast, has a speedup of 1.50x [1.00, 2.00]: 15.0 instead of 10.0 tokens/s "
+        "from b"
+    )
+    assert second == "temperature 1: no lossless method was measured beside plain decoding"

@@ -15,20 +15,31 @@ from eval.configs import SpeedConfig
 
 LEARNED = Path("configs/learned")
 FACTS = {
-    "target": {"name": "t", "fingerprint": "f", "parameters": 1}, "dtype": "float32", "date": "2026-02-01",
-    "commit": "abc", "argv": [], "prompt_set": {"file": "q.jsonl", "sha256": "p", "prompts": 4},
+    "target": {"name": "t", "fingerprint": "f", "parameters": 1}, "dtype": "float32", "date": "2026-02-01", "cpu": "C",
+    "gpu": None, "threads": 1, "commit": "abc", "dirty": False, "argv": [], "config": {"drafters": []},
+    "prompt_set": {"file": "q.jsonl", "sha256": "p", "prompts": 4},
+    "limits": {"max_new_tokens": 64, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0},
 }  # fmt: skip
 TRAINED = {"tokens": 2_500_000, "minutes": 30.0}
 
 
 def report(taus: dict[str, list[float]], **grid: Any) -> dict[str, Any]:
     """As eval.speed writes it, with a grid over checkpoints, after plain decoding."""
-    plain = {"drafter": "plain", "entry": "plain", "grid": None, "temperature": 0.0, "batch": 1, "tau": 1.0}
+    plain: dict[str, Any] = {
+        "drafter": "plain",
+        "entry": "plain",
+        "grid": None,
+        "temperature": 0.0,
+        "batch": 1,
+        "tau": 1.0,
+    }
+    plain |= {"lossless": True, "speedup": 1.0, "speedup_ci": None, "tokens_per_second": 9.0}
     rows: list[dict[str, Any]] = [plain]
     for entry, values in taus.items():
         for seed, tau in enumerate(values):
             more = {"entry": entry, "grid": {"checkpoint": f"{entry}-{seed}", **grid}, "tau": tau}
-            rows.append(plain | more | {"trained": [TRAINED | {"minutes": 30.0 + seed}], "n_alpha": [0.5 + seed / 4]})
+            trained = [TRAINED | {"minutes": 5.0}, TRAINED | {"minutes": 30.0 + seed}]  # continued
+            rows.append(plain | more | {"trained": trained, "n_alpha": [0.5 + seed / 4]})
     return {"environment": FACTS, "baseline": {}, "rows": rows}
 
 

@@ -264,6 +264,43 @@ def test_too_few_minutes_are_refused_at_once(
     assert not (tmp_path / "mine").exists()
 
 
+def test_a_plan_by_hand(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a step's time without a program's start, states saved at every step, held-out questions that are not
+    asked, features of a part of the answers, and a certificate of steps without a draft."""
+    many = {"dialogues": 10**6, "tokens": 2 * 10**8, "answers": 10**8}  # more than the target can answer
+    made = plan(model, monkeypatch, tmp_path, minutes=120, **many)
+    config = config_of(made, "eagle")
+    assert config["save_every"] == config["export_every"] == round(2 * 60 * 2000 / 2048)
+    minutes = config_of(made, "regenerate")["minutes"]
+    assert made.seconds["answers"] == pytest.approx(1.1 * 60 * minutes + 2 * 10, abs=1)
+    assert made.seconds["train"] == pytest.approx(60 * config["minutes"] + 10, abs=1)
+    tokens = 60 * minutes * 800 * 2  # of dialogues, half of them in answers
+    assert made.seconds["features"] == pytest.approx(tokens / 5000 + 10, rel=1e-2)
+    assert "limit" not in config_of(made, "features")
+    assert config_of(made, "lossless")["drafter"] == {
+        "drafter": "eagle",
+        "checkpoint": str(tmp_path / "mine" / "eagle"),
+        "tree": "chain",
+        "depth": 3,
+    }
+    made = plan(model, monkeypatch, tmp_path, minutes=120, asking=0.5, **many)
+    asked, answered = config_of(made, "magpie")["count"], 60 * config_of(made, "regenerate")["minutes"] * 800 / 100
+    assert asked == pytest.approx(1.1 * answered, rel=1e-2)
+    assert made.seconds["ask"] == pytest.approx(0.5 * asked + 10)
+    assert config_of(made, "magpie")["minutes"] == pytest.approx(1.5 * 0.5 * asked / 60, abs=0.01)
+
+
+def test_a_step_that_fails_ends_the_script(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches later steps on what a failed one has left, and a failed step that is never tried again."""
+    (tmp_path / "python").write_text("#!/bin/bash\necho $2; exit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    text = plan(model, monkeypatch, tmp_path).files["run.sh"]
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True)
+    assert done.returncode == 3 and done.stdout.splitlines()[1:] == ["data_prep.split"]
+    assert not (tmp_path / "mine").exists()
+
+
 def test_names_go_into_a_script(
     model: Model, target_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -106,13 +106,6 @@ class Refilled:
         """Number of rows without a prompt."""
         return self.at.count(None) if self.at_work() else self.batch
 
-    def under_way(self) -> int:
-        """Number of new tokens so far of the prompts that have not ended."""
-        if self.state is None:
-            return 0
-        made = zip(self.at, self.state.tokens, self.state.prompt_lengths, strict=True)
-        return sum(len(tokens) - prompt for one, tokens, prompt in made if one is not None)
-
     def fill(self, next_prompt: Callable[[], Prompt | None]) -> bool:
         """Give prompts to the free rows if there are ``enough``. Returns False if ``next_prompt`` returned None."""
         free = self.free()

@@ -12,8 +12,8 @@ from pydantic import Field
 from rich.console import Console
 
 from drafters.common.wording import shortened
-from drafters.config import Amount, Size, validate
-from drafters.hub.reports import MOST_PROBLEMS, Part, read
+from drafters.config import Size, validate
+from drafters.hub import reports
 from eval.report.tables import number, run_again, setting_of, table, write_page
 
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -28,19 +28,17 @@ ABOUT = """\
 """
 
 
-class Training(Part):
+class Training(reports.Part):
     tokens: Figure | None = None
     minutes: Figure | None = None
 
 
-class Row(Part):
-    """A row of ``report.json``, as far as it is read here."""
+class Row(reports.Row):
+    """A row of ``report.json``, with what it says of trainings."""
 
-    drafter: str
     temperature: Figure
-    batch: Size = 1
     tau: float | None = Field(gt=0, allow_inf_nan=False)
-    entry: str | None = None
+    batch: Size = 1
     grid: dict[str, Any] | None = None
     trained: list[Training] | None = None
     n_alpha: list[Figure] | None = None
@@ -56,20 +54,8 @@ class Row(Part):
         return bool(self.trained) or not (self.grid or {}).keys().isdisjoint(TRAINED)
 
 
-class PromptSet(Part):
-    prompts: Amount
-
-
-class Facts(Part):
-    prompt_set: PromptSet
-    commit: str | None = None
-
-
-class TrainingsReport(Part):
-    """``report.json`` of ``eval.speed``, as far as it is read here."""
-
-    environment: Facts
-    rows: list[Row]
+class Report(reports.Report):
+    rows: list[Row]  # type: ignore[assignment]
 
 
 def write_trainings(folder: Path, over: list[str], out: Path, argv: list[str], console: Console) -> None:
@@ -78,7 +64,8 @@ def write_trainings(folder: Path, over: list[str], out: Path, argv: list[str], c
     Raises:
         ValueError: the report lacks a part, or no row is of a trained model.
     """
-    report = validate(TrainingsReport, read(folder), f"{folder} is not what python -m eval.speed writes", MOST_PROBLEMS)
+    source = f"{folder} is not what python -m eval.speed writes"
+    report = validate(Report, reports.read(folder), source, reports.MOST_PROBLEMS)
     rows = trainings(report.rows, over)
     facts = {"format_version": 1, "report": str(folder), "commit": report.environment.commit, "argv": argv}
     write_page({**facts, "rows": rows}, page(rows, report, argv), out, "trainings", console)
@@ -152,7 +139,7 @@ def mean(name: str, values: list[float]) -> dict[str, Any]:
     return {name: middle, f"{name}_ci": [middle - half, middle + half]}
 
 
-def page(rows: list[dict[str, Any]], report: TrainingsReport, argv: list[str]) -> str:
+def page(rows: list[dict[str, Any]], report: Report, argv: list[str]) -> str:
     """Return ``trainings.md``."""
     others = list(dict.fromkeys(other for row in rows for other in row["over"]))
     most = max(len(row["tau_by_seed"]) for row in rows)
