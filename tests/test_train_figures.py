@@ -1,13 +1,13 @@
 """Each figure that training reports, computed by hand or by another route than the code's."""
 
 import json
-import re
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import memory_run
 import pytest
 import tiny
 import tiny_run
@@ -15,8 +15,6 @@ import torch
 from block_reference import block_states
 from test_train_eagle3 import chain
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig
 
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds, LMHead
@@ -24,13 +22,15 @@ from drafters.model.stock import LogitChange
 from train.bench.report import Round, describe, figures
 from train.core.lm_heads import LMHeads
 from train.core.losses import Pairs
+from train.core.runtime import ALONE
 from train.core.task import make_task
+from train.data.draft_vocab import find_frequent
 from train.data.packing import Position, Span, collate
-from train.preflight.dry_run import dry_run
-from train.preflight.estimate import meta_task, parameters, target_parameters
-from train.preflight.memory import memory_parts, pass_memory
-from train.run.files import read_metrics, run_folder_bytes
+from train.preflight.overfit import excess_loss
+from train.run import boosting
+from train.run.files import read_metrics
 from train.run.inputs import open_inputs
+from train.run.limits import Limits, Progress
 from train.run.summary import make_summary
 from train.watch import meter
 from train.watch.flops import TrainingCost
@@ -210,7 +210,7 @@ def test_the_first_step_by_hand(settings: dict[str, Any], features: Path) -> Non
     loss = task.losses(task.pairs(task.module, batch))["loss"] / len(batch.rows)
     loss.backward()
     norm = torch.cat([weights.grad.flatten() for weights in task.module.parameters()]).norm()
-    assert row["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     store = FeatureStore.open(features / "train")
     assert row["tokens"] == sum(len(store[index].input_ids) for index in dialogues) > len(batch.rows)
@@ -300,66 +300,61 @@ def test_rounds_by_hand() -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------- estimates
+def test_rates_and_times_by_hand(settings: dict[str, Any]) -> None:
+    """Catches a cosine that ends early, a warm-up that counts twice, and time left of the later limit.
 
-
-def test_memory_by_hand(settings: dict[str, Any]) -> None:
-    """Catches an average of the weights in bf16, frozen ends that count twice or in float32, and states of fewer taps.
-
-    The micro-batch holds three numbers of 8 bytes and a flag for each token, and two states of two bytes a value.
+    After 2 of 10 steps of warm-up 4 more are half of the rest; 6 steps took 30 s, so that 4 take 20 s more, while 90 s
+    of two minutes are left.
     """
-    given = settings | METHODS["kangaroo"] | {"precision": "bf16"}
-    target = LlamaConfig(**memory_run.SHAPE)
-    plain, averaged = (tiny_run.read("kangaroo", given | {"weight_average": decay}) for decay in (None, 0.99))
-    for tied, times in ((False, 2), (True, 1)):
-        target.tie_word_embeddings = tied
-        task = meta_task(averaged, target)
-        parts = memory_parts(averaged, task, 1)
-        assert parts["weight average"] == 4 * parameters(task.module)
-        assert parts["embedding and LM head"] == 2 * times * 8192 * 512
-    assert "weight average" not in memory_parts(plain, task, 1)
-    count = parameters(task.module)
-    assert run_folder_bytes(plain, task.module) == 3 * 12 * count + 2 * 2 * count
-    assert run_folder_bytes(averaged, task.module) == 3 * 16 * count + 2 * 2 * count
-    assert pass_memory(plain, task, [10, 20])["batch"] == 30 * (3 * 8 + 1 + 2 * 2 * 512)
+    values = settings | {"steps": 10, "warmup_steps": 2, "minutes": 2.0, "learning_rate": 0.5}
+    progress = Progress(step=6, seconds=30.0)
+    for schedule, share in (("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)):
+        config = tiny_run.read("eagle", values | {"schedule": schedule})
+        limits = Limits(config, progress, 10, ALONE, torch.device("cpu"))
+        assert limits.learning_rate() == pytest.approx(0.5 * share)
+        assert limits.time_left() == "00:20" and limits.text() == " of 10, 0.5 of 2 minutes"
+        progress.seconds = 105.0  # then the clock is nearer to its end: an eighth of the time is left
+        late = {"cosine": 0.5 + 0.5 * math.cos(7 / 8 * math.pi), "linear": 1 / 8, "constant": 1.0}[schedule]
+        assert limits.learning_rate() == pytest.approx(0.5 * late) and limits.time_left() == "00:15"
+        progress.seconds = 30.0
 
 
-def test_parameters_that_a_token_uses(tiny_model: Any) -> None:
-    """Catches a mixture of experts that counts all of them for each token, norms, or embeddings that are looked up."""
-    hidden, inner, vocab, layers = tiny.HIDDEN_SIZE, 80, tiny.VOCAB_SIZE, 4
-    attention = 2 * hidden * 4 * 16 + 2 * hidden * 2 * 16
-    dense, experts = tiny_model("llama"), tiny_model("mixtral")
-    total, active = target_parameters(dense.config)
-    assert total == sum(weights.numel() for weights in dense.parameters())
-    assert active == layers * (attention + 3 * hidden * inner) + vocab * hidden
-    total, active = target_parameters(experts.config)
-    assert total == sum(weights.numel() for weights in experts.parameters())
-    router = 4 * hidden
-    assert active == layers * (attention + router + 2 * 3 * hidden * inner) + vocab * hidden
+def test_the_share_that_is_covered_by_hand(settings: dict[str, Any], store: FeatureStore, features: Path) -> None:
+    """Catches a coverage of kinds of tokens instead of tokens, and one of the prompts."""
+    task, _ = task_of("eagle", settings, 0)
+    task.config = task.config.model_copy(update={"draft_vocab": 20})
+    said = find_frequent(task, store)
+    counts = Counter(token for item in store for token in item.input_ids[item.loss_mask].tolist())
+    share = sum(count for _, count in counts.most_common(20)) / sum(counts.values())
+    assert said is not None and said.startswith(f"warning: draft_vocab=20 covers {share:.1%} of the training answers'")
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "kangaroo", "medusa", "dflash"])
-def test_the_flops_of_a_dry_run(settings: dict[str, Any], kind: str) -> None:
-    """Catches a training time of block drafters that counts each position once, though several blocks predict it, and
-    their attention as none.
-
-    Reference: torch's counter over the whole store. It counts attention to later tokens, too, and blocks at the ends
-    of answers have slots without a loss.
-    """
-    task, batch = task_of(kind, settings | {"peak_tflops": 1.0}, *range(14))
-    report = dry_run(task.config, tiny_run.arguments(mfu=0.5)).text()
-    (rate,) = re.findall(r"time .* at ([\d,]+) tokens/s \(assuming an MFU of 50% of 1 TFLOP/s", report)
-    with FlopCounterMode(display=False) as counted:
-        task.losses(task.pairs(task.module, task.choose(batch, 0), 0))["loss"].backward()
-    flops = 0.5e12 / int(rate.replace(",", ""))
-    assert 0.8 < flops * batch.tokens / counted.get_total_flops() < 1.25
+def test_what_an_overfit_run_says_by_hand(settings: dict[str, Any]) -> None:
+    """Catches a loss above its floor that is a sum over tokens, one over all tokens, or one above zero."""
+    run = tiny_run.train_here("kangaroo", settings | METHODS["kangaroo"] | {"steps": 1})
+    batches = [collate(run.inputs.train, [index], run.config.taps) for index in (1, 3)]
+    above = count = 0.0
+    for batch in batches:
+        rows = run.task.rows(batch)
+        states = run.engine.module(batch.taps[tiny_run.TAP], batch.position_ids).flatten(0, 1)[rows]
+        p = run.task.ends.lm_head(batch.features.flatten(0, 1)[rows]).softmax(-1)
+        q = run.task.ends.lm_head(states).softmax(-1)
+        above, count = above + float((p * (p / q).log()).sum().detach()), count + len(rows)
+    assert excess_loss(run, batches) == pytest.approx(above / count, rel=1e-4)
 
 
-def test_the_time_of_a_dry_run(settings: dict[str, Any]) -> None:
-    """Catches hours that ignore epochs, or the limit that comes first, and tokens of an epoch for those of the run."""
-    tokens = sum(tiny_run.LENGTHS["train"])
-    given = settings | {"steps": None, "epochs": 4000}
-    for more, hours in (({}, 4000 * tokens / 50 / 3600), ({"minutes": 90.0}, 1.5)):
-        report = dry_run(tiny_run.read("eagle", given | more), tiny_run.arguments(tokens_per_second=50.0)).text()
-        (found,) = re.findall(r"time +([\d.]+) hours of training at 50 tokens/s \(as given", report)
-        assert float(found) == pytest.approx(hours, rel=0.05)
+def test_covered_rows_of_several_draft_models_by_hand(
+    settings: dict[str, Any], store: FeatureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a share of all tokens instead of the answers', and of the last draft model instead of any."""
+    run: Any = tiny_run.read("draft_model", settings | {"draft_model": settings["target"], "heldout_tokens": 1})
+    heldout = FeatureStore.open(Path(settings["features"]) / "heldout")
+    length = len(heldout[0].input_ids)
+    right = {"a": torch.arange(length) % 2 == 0, "b": torch.arange(length) % 3 == 0}
+    monkeypatch.setattr(boosting.TargetModel, "from_pretrained", lambda name, *given, **named: name)
+    monkeypatch.setattr(boosting, "right_rows", lambda name, batch, heads: right[name][None])
+    found = boosting.coverage(run, {"boosted": ["a", "b"], "seeds": ["b"]}, 1)
+    answers = heldout[0].loss_mask.roll(-1)[:-1]  # row i is about token i + 1
+    unions = (right["a"], right["a"] | right["b"], right["b"])
+    shares = [float((each[:-1] & answers).sum() / answers.sum()) for each in unions]
+    assert found == {"boosted": pytest.approx(shares[:2]), "seeds": pytest.approx(shares[2:])}
