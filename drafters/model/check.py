@@ -251,7 +251,7 @@ def _with_short_windows(target: "TargetModel") -> "TargetModel":
         setattr(config, key, WINDOW)
     short.config, short.model = config, variant(target.model, {id(target.config): config})
     short.body = body_of(short.model)
-    if isinstance(target.runner, StockRunner):
+    if not target.runner.rewrites:
         short.runner = StockRunner(short.model, scopes(config))
     else:
         short.windows = [size and WINDOW for size in target.windows]

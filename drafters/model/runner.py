@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -139,10 +139,12 @@ class Runner:
         model: whose kind of attention, and rotary angles unless they have their own, all parts share.
 
     Attributes:
+        rewrites: it runs a target's layers one by one, rewritten; else the model's own forward.
         norm, linear: make the engine's own of a norm, a linear layer.
     """
 
     engine: Engine = "fused"
+    rewrites: ClassVar[bool] = True
     norm: Callable[[Any], Transform] = FusedNorm
     linear: Callable[[Any], Transform] = staticmethod(lambda linear: Product(linear.weight, linear.bias))
 

@@ -8,7 +8,7 @@ import copy
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,7 @@ class StockRunner(Runner):
     """
 
     engine: Engine = "stock"
+    rewrites: ClassVar[bool] = False
     norm: Callable[[Any], Transform] = staticmethod(identity)
     linear: Callable[[Any], Transform] = staticmethod(identity)
 

@@ -83,53 +83,63 @@ class TargetModel:
         capture_only: bool = False,
         fingerprint: str | None = None,
     ) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
-        self.config: PretrainedConfig = model.config
         self.name = name or model.config.name_or_path or type(model).__name__
         self.revision = revision
         self.on_hub = is_hub_id(self.name)  # by its form, because the caller loaded it
         self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
+        self._fingerprint, self.quantize = fingerprint, quantize
+        self._read(model)
+        self.runner = choose_runner(model, self.name, engine, capture_only)
+        self._rewrite_layers()
+        self._check(capture_only)
+        self.runner = self._captured(engine)
+        if quantize is not None:
+            self._quantize(quantize)
+
+    def _read(self, model: PreTrainedModel) -> None:
+        """Freeze the model, let its attention take a mask, unpack its weights, and note its parts."""
+        self.model: Any = model.eval().requires_grad_(False)
+        self.config: PretrainedConfig = model.config
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
         if self.config._attn_implementation == "eager":
             logging.getLogger(__name__).info("%s has no SDPA: its attention is transformers' eager one", self.name)
         if quantisation(self.config):
             unpack(self.model)
+        self.body: Any = body_of(model)
+        self._stock_layers = decoder_layers(self.body)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().out_features
-        self.runner = choose_runner(model, self.name, engine, capture_only)
-        self.body: Any = body_of(model)
-        stock_layers = decoder_layers(self.body)
-        self.num_layers = len(stock_layers)
-        self._devices = layer_devices(self.model, stock_layers)
-        self._lm_head: Any = self.runner.linear(model.get_output_embeddings())
+        self.num_layers = len(self._stock_layers)
+        self.parameters = sum(weights.numel() for weights in model.parameters())
         self.logit_change = logit_change(model)
+        self._devices = layer_devices(self.model, self._stock_layers)
+
+    def _rewrite_layers(self) -> None:
+        """Make the engine's own of LM head, layers and norm; "stock" has no layers of its own."""
+        self._lm_head: Any = self.runner.linear(self.model.get_output_embeddings())
         self._parts: dict[tuple[int, int | None], Part] = {}
-        self.layers: list[FusedLayer] = []  # of an engine that runs them one by one
-        if not isinstance(self.runner, StockRunner):
+        self.layers: list[FusedLayer] = []
+        if self.runner.rewrites:
             self.windows = sliding_windows(self.config)
-            self.layers = [FusedLayer(layer) for layer in stock_layers]
+            self.layers = [FusedLayer(layer) for layer in self._stock_layers]
             self.norm = FusedNorm(self.body.norm)
+
+    def _check(self, capture_only: bool) -> None:
+        """Compare what runs here with the model's own forward; a model that fails may still be captured."""
         try:
             check_target(self)
         except ValueError:
             if self.layers or not capture_only:
                 raise
-            self.runner = StockRunner(model, {})
-        if self.layers:
-            self.runner = self._captured(engine)
-        self.parameters = sum(weights.numel() for weights in model.parameters())
-        self._fingerprint = fingerprint
-        self.quantize = quantize
-        if quantize is not None:
-            self._quantize(quantize, stock_layers)
+            self.runner = StockRunner(self.model, {})
 
-    def _quantize(self, kind: Quantization, stock_layers: nn.ModuleList) -> None:
+    def _quantize(self, kind: Quantization) -> None:
         self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
         if self.engine == "stock":
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'stock'")
-        for fused, layer in zip(self.layers, stock_layers, strict=True):
+        for fused, layer in zip(self.layers, self._stock_layers, strict=True):
             fused.quantize(layer, kind)
         if isinstance(self._lm_head, Product) and self._lm_head.own is not None:
             self._lm_head.quantize("int8")
@@ -305,7 +315,7 @@ class TargetModel:
         """Return a runner that captures graphs if it was asked for, or on a GPU if it passes the trial; else the
         present one."""
         asked = engine == "graphs"
-        if not asked and (engine is not None or self.device.type != "cuda"):
+        if not self.layers or not asked and (engine is not None or self.device.type != "cuda"):
             return self.runner
         reason: str | None
         if self.runner.rope.by_length:
