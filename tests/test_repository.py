@@ -64,8 +64,8 @@ def test_every_package_of_the_library_is_installed() -> None:
 
 
 def test_a_wheel_holds_the_library_alone(tmp_path: Path) -> None:
-    """Catches `train` and `eval` as top-level names of site-packages, an editable install without them, and a library
-    without the source of its kernels.
+    """Catches `train` and `eval` as top-level names of site-packages, an editable install without them, a library
+    without the source of its kernels, and published drafters that ask for another distribution than this one.
     """
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
@@ -78,6 +78,10 @@ def test_a_wheel_holds_the_library_alone(tmp_path: Path) -> None:
     (whole,), (editable,) = (list((tmp_path / folder).glob("*.whl")) for folder in ("whole", "editable"))
     files = zipfile.ZipFile(whole).namelist()
     assert "drafters/cpu/kernels.cpp" in files
+    name, version, *_ = whole.name.split("-")
+    name = name.replace("_", "-")
+    assert name != "drafters" and f"`{name}`" in (ROOT / "README.md").read_text()
+    assert f'requirements.txt": b"{name}>={version}' in (ROOT / "drafters" / "hub" / "publishing.py").read_text()
     names = {name.split("/")[0] for name in files}
     assert {name for name in names if not name.endswith(".dist-info")} == {"drafters"}
     with zipfile.ZipFile(editable) as archive:

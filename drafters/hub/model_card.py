@@ -47,7 +47,10 @@ result = generate(target, drafter, input_ids, max_new_tokens=128)
 print(tokenizer.decode(result.tokens[0]))
 ```
 
-Or in transformers' own `generate`, if the library `drafters` is installed:
+The library is the distribution `learned-drafters`, whose imports are `drafters`; install it from its checkout with \
+`pip install .`. `drafters` on the package index is another project.
+
+Or in transformers' own `generate`, if the library is installed:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

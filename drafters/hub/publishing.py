@@ -30,7 +30,7 @@ ATTEMPTS, WAIT = 4, 2.0  # seconds before the second attempt; doubled before eac
 TEMPORARY = (409, 412, 429)  # refusals that a later attempt may not meet, as any status from 500 on
 GENERATE_FILES = {  # with these files transformers decodes with a drafter from its folder or repository
     "custom_generate/generate.py": Path(__file__).parents[1].joinpath("custom_generate.py").read_bytes(),
-    "custom_generate/requirements.txt": b"drafters>=0.1.0\n",
+    "custom_generate/requirements.txt": b"learned-drafters>=0.1.0\n",
 }
 EVENTS = "tensorboard/events.out.tfevents.*"
 Files = dict[str, Path | bytes]
