@@ -28,6 +28,7 @@ from data_prep.split import main as split
 from data_prep.store import inspection
 from data_prep.store.reader import FeatureStore
 from data_prep.store.sizes import size_table
+from drafters.common.wording import size_text
 
 TOKENS = sum(LENGTHS)  # 58
 ANSWERED = sum(LENGTHS[::2])  # 38: the mask of dialogue i is true for even i
@@ -71,8 +72,8 @@ def test_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert printed.startswith("train: 25.0% of the tokens on which the target ran were padding train: ")
     assert (
-        f"11 dialogues, 58 tokens (66% of them the assistant's), 6 shards, {size / 1000:.2f} kB of bfloat16 (each token "
-        f"{4 + 1 + 2 * HIDDEN} bytes); answers: " in printed
+        f"11 dialogues, 58 tokens (66% of them the assistant's), 6 shards, {size_text(size)} of bfloat16 (each "
+        f"token {4 + 1 + 2 * HIDDEN} bytes); answers: " in printed
     )
     assert f"dropped: broken_json 1 -> {tmp_path}" in printed
     half = work(tmp_path / "half", Rank(0, 2), most=2)
@@ -133,8 +134,8 @@ def test_regenerate() -> None:
     assert (facts["tau"], facts["seconds"]) == (round(1133 / 511, 4), 4.0)
     assert facts["read"] == {"kept": 4, "dropped": {"broken_json": 3}, "changed": {}}
     assert describe(facts) == (
-        "2 of 4 dialogues, 3 answers, 1,234 tokens, 2 answers cut at the limit, 2 with reasoning (a chat_template whose "
-        "prompts end with empty thoughts switches it off), refused 1, only_reasoning 1, ended early: no_room 1, "
+        "2 of 4 dialogues, 3 answers, 1,234 tokens, 2 answers cut at the limit, 2 with reasoning (a chat_template "
+        "whose prompts end with empty thoughts switches it off), refused 1, only_reasoning 1, ended early: no_room 1, "
         "308 tokens/s, tau 2.22"
     )
 
