@@ -11,7 +11,14 @@ from typing import Any, get_args
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from drafters.common.paths import check_loadable
@@ -19,8 +26,10 @@ from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import Dtype, StoredDtype
 from drafters.hub.client import look_up
+from drafters.model.config_keys import check_values, reason_of, wrong_key
 from drafters.model.text_lm import with_causal_lm
 
+TIED = "tie_word_embeddings"
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
 
@@ -65,20 +74,45 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     if not (may_be_file and Path(name).is_file()):
         check_loadable(name, revision)
     whole: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
-    found: PretrainedConfig = getattr(whole, "text_config", None) or whole
-    if found is not whole:  # multimodal
-        if not with_causal_lm(found):
-            raise ValueError(
-                f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
-                f"model ({found.model_type}); give another target"
-            )
-        found.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
-        found.name_or_path = str(name)
+    found = whole if getattr(whole, "text_config", None) is None else _text_model(whole, str(name), revision)
+    check_values(str(name), found)
+    return found
+
+
+def _text_model(whole: Any, name: str, revision: str | None) -> PretrainedConfig:
+    """The configuration of a multimodal model's text model."""
+    found = whole.text_config
+    if not isinstance(found, PretrainedConfig):
+        raise ValueError(f"{name}: text_config is {shortened(found)} in config.json, and {whole.model_type} has none")
+    if not with_causal_lm(found):
+        raise ValueError(
+            f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
+            f"model ({found.model_type}); give another target"
+        )
+    # What the file says of the whole model holds, then the text model's flag. The default of the whole model's class
+    # is no statement of the file.
+    written = PretrainedConfig.get_config_dict(name, revision=revision or "main")[0].get(TIED)
+    found.tie_word_embeddings = getattr(found, TIED, whole.tie_word_embeddings) if written is None else written
+    found.name_or_path = name
     return found
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this configuration without contents, for the names and shapes of its weights."""
+    """A model of this configuration without contents, for the names and shapes of its weights.
+
+    Raises:
+        ValueError: transformers has no causal LM of this kind, or a value of which none can be built; with its key.
+    """
+    try:
+        return _empty(config)
+    except Exception as error:
+        kind, name = type(config), str(config.name_or_path)
+        with quiet():
+            found = wrong_key(name, error, config.to_dict(), lambda values: _empty(kind.from_dict(values)))
+        raise found or not_loaded(error, name, "causal LM", "the config.json of one") from error
+
+
+def _empty(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     return model
@@ -99,8 +133,24 @@ def _from_pretrained(kind: Any, name: str, revision: str | None, what: str, need
     try:
         look_up(name, revision)
         return kind.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
-    except (OSError, KeyError, ValueError) as error:
+    except OSError as error:
         raise not_loaded(error, name, what, needs) from error
+    except Exception as error:
+        if kind is AutoConfig and "trust_remote_code" not in str(error):
+            values, _ = PretrainedConfig.get_config_dict(str(name), revision=revision or "main")
+            values["model_type"] = values.pop("model_type", None)  # the last to be left out: any family would do
+            with quiet():
+                found = wrong_key(str(name), error, values, _config_of)
+            if found is not None:
+                raise found from error
+        raise not_loaded(error, name, what, needs) from error
+
+
+def _config_of(values: dict[str, Any]) -> PretrainedConfig:
+    """The configuration with the content ``values`` of a config.json; without a family, one of any family."""
+    assert isinstance(values.get("auto_map", {}), dict)  # AutoConfig looks into it
+    found: PretrainedConfig = CONFIG_MAPPING[values.get("model_type", "llama")].from_dict(values)
+    return found
 
 
 def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError:
@@ -117,7 +167,7 @@ def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError
         )
     return ValueError(
         f"no {what} could be loaded from {str(name)!r}: it must be a folder or a Hub repository with {needs} "
-        f"({str(error).splitlines()[0]})"
+        f"({reason_of(error)})"
     )
 
 
@@ -125,13 +175,19 @@ def weight_map(index: Path) -> dict[str, str]:
     """Which file beside it holds each tensor, as a ``model.safetensors.index.json`` says.
 
     Raises:
-        ValueError: it is damaged, or names a file elsewhere or of another kind: transformers would open that, too, and
-            unpickle what is no safetensors file.
+        ValueError: it is damaged, or without metadata, which transformers needs; or it names a file elsewhere or of
+            another kind: transformers would open that, too, and unpickle what is no safetensors file.
     """
     try:
-        found: dict[str, Any] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        whole = json.loads(index.read_text(encoding="utf-8"))
+        found: dict[str, Any] = dict(whole["weight_map"])
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{index} is damaged ({error}); download it again") from None
+    if not isinstance(metadata := whole.get("metadata"), dict):
+        raise ValueError(
+            f"{index}: metadata is {shortened(metadata)}, expected an object, which transformers needs; add "
+            '"metadata": {}'
+        )
     for shard in found.values():
         path = Path(str(shard))
         if path.suffix != ".safetensors" or path.is_absolute() or ".." in path.parts:

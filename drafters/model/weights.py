@@ -158,7 +158,7 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
         ValueError: no such files, or two sets of them; tensors that are missing, unexpected or of another shape than
             ``config`` says; whole numbers; tied ends that differ.
     """
-    if elsewhere := getattr(config, "transformers_weights", None):
+    if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
         raise ValueError(
             f"{name}: config.json names {shortened(elsewhere)} as transformers_weights, and the weights are read from "
             f"{SINGLE} or {INDEX}; take the key out, and give the file one of these names"
@@ -174,8 +174,8 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
     both = getattr(config, "tie_word_embeddings", False) and {EMBEDDING, LM_HEAD} <= weights.stored.keys()
     if both and not torch.equal(weights.read(EMBEDDING), weights.read(LM_HEAD)):
         raise ValueError(
-            f"{name}: config.json has tie_word_embeddings: true, but {LM_HEAD} differs from {EMBEDDING} in its files; "
-            f"set tie_word_embeddings: false to use {LM_HEAD}, or remove that tensor"
+            f"{name}: tie_word_embeddings is true (in config.json, or by default), but {LM_HEAD} differs from "
+            f"{EMBEDDING} in its files; set tie_word_embeddings: false to use {LM_HEAD}, or remove that tensor"
         )
     return weights
 
@@ -294,10 +294,7 @@ def _loading_info(name: str, weights: Weights) -> dict[str, Any]:
         key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")
         for key, (_, dtype, shape, _) in weights.stored.items()
     }
-    try:
-        empty, config = meta_model(weights.config), copy.deepcopy(weights.config)
-    except ValueError as error:
-        raise not_loaded(error, name, "causal LM", "the config.json of one") from error
+    empty, config = meta_model(weights.config), copy.deepcopy(weights.config)
     if quantisation(config) is not None:  # else which names are expected would depend on whether a GPU is here
         config.quantization_config = {**options(config), "dequantize": True}
     with quiet():
