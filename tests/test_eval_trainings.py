@@ -106,7 +106,7 @@ def test_a_broken_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused: set[Any] = set()
     monkeypatch.setattr("eval.report.trainings.write_page", lambda *_: None)
     for path in places(whole):
-        for value in ("gone", None, "text", ["x"], {"x": 1}, -1, 10**400):
+        for value in ("gone", None, 0, "text", ["x"], {"x": 1}, -1, 10**400):
             content = copy.deepcopy(whole)
             part: Any = content
             for key in path[:-1]:

@@ -37,17 +37,23 @@ def test_an_update() -> None:
     muon = Muon(groups, lr=0.1, betas=(0.9, 0.95), weight_decay=0.5)
     adam = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.5)
     momentum, expected = torch.zeros(12, 30), matrix.detach().clone()
+    # torch's own, which takes whole matrices only and keeps no state that ZeRO could split
+    other = nn.Parameter(matrix.detach().clone())
+    torchs = torch.optim.Muon([other], lr=0.1, weight_decay=0.5, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
-        for one, other in zip((norm, head), others, strict=True):
+        for one, same in zip((norm, head), others, strict=True):
             one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
+            same.grad = one.grad.clone()
         matrix.grad = gradient = 10.0**step * torch.randn(12, 30)
+        other.grad = gradient.clone()
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
         way = orthogonal(MOMENTUM * momentum + (1 - MOMENTUM) * gradient)
         expected = expected * (1 - 0.1 * 0.5) - 0.1 * ADAM_SIZE * 30**0.5 * way
         muon.step()
         adam.step()
+        torchs.step()
         torch.testing.assert_close(matrix.detach(), expected, rtol=1e-4, atol=1e-4)
-    for one, other in zip((norm, head), others, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(matrix, other, rtol=0, atol=0.1 * ADAM_SIZE * 30**0.5 * 0.02)  # it computes in bf16
+    for one, same in zip((norm, head), others, strict=True):
+        assert torch.equal(one, same)
     assert muon.state[matrix].keys() == {"step", "exp_avg"}
