@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from train.preflight.estimate import meta_task, parameters, target_parameters
 from train.preflight.memory import memory_parts, pass_memory
 from train.preflight.workload import Workload
 from train.run.files import run_folder_bytes
-from train.watch.flops import BlockCost
+from train.watch.flops import BlockCost, row_flops, training_cost
 
 
 def test_the_flops_of_blocks_by_hand() -> None:
@@ -27,6 +28,46 @@ def test_the_flops_of_blocks_by_hand() -> None:
     seen = (4 * 4 + 8 * 8) / 2 / 12
     assert BlockCost(token=10, pair=2, row=5).of([4, 8], 3) == pytest.approx(10 * 12 + 3 * (5 + 2 * seen))
     assert BlockCost(token=10, pair=2, row=5).of([], 0) == 0
+
+
+def test_the_flops_of_heads_by_hand(settings: dict[str, Any]) -> None:
+    """Catches a step's keys of its own chain, a product of the backward pass, or rows of a block that are left out.
+
+    Of width 48, four heads of 16, two of keys and values, an MLP of 80: three products of two FLOPs a weight, and 12
+    FLOPs for each query, key and element of a head.
+    """
+    inner, pair = 64 * 48 + 3 * 48 * 80, 12 * 4 * 16
+    task, _ = task_of("eagle3", settings, 0)
+    found = training_cost(task)  # queries, keys and values read the feature and the embedding
+    step = 6 * (48 * 48 + 96 * (64 + 2 * 32) + inner)
+    assert (found.token, found.pair) == (3 * step + pair * (0 + 1 + 2), 3 * pair)
+    task, _ = task_of("dflash", settings, 0)
+    found, both = training_cost(task), 48 * 2 * 32
+    assert found.token == 6 * (48 * 48 + both)  # of the context: fc, keys and values
+    assert found.pair == round(5 / 4 * pair)  # five rows of a block predict four tokens
+    assert found.row == row_flops(task) + round(5 / 4 * 6 * (both + 48 * 64 + inner))
+
+
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("kangaroo", {}),
+    ("eagle3", {"draft_vocab": 60}),
+    ("medusa", {"own_lm_heads": True}),
+    ("medusa", {"labels": "tokens"}),
+    ("dflash", {}),
+    ("dflash", {"target_weight": 1.0, "draft_vocab": 60}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), LOSSES)
+def test_the_flops_of_losses(settings: dict[str, Any], kind: str, more: dict[str, Any]) -> None:
+    """Catches LM heads' products that are counted and not done, or done and not counted: the target's logits where the
+    labels are tokens, the gradient of a trained LM head, all of a vocabulary of which a part is drafted."""
+    task, batch = task_of(kind, settings, 1, 3, **more)
+    pairs = task.pairs(task.module, batch, seed=0)
+    leaf = pairs.predictions.detach().requires_grad_()
+    with FlopCounterMode(display=False) as counted:
+        task.losses(replace(pairs, predictions=leaf))["loss"].backward()
+    assert counted.get_total_flops() == row_flops(task) * len(batch.rows)
 
 
 def test_memory_by_hand(settings: dict[str, Any]) -> None:
