@@ -33,6 +33,7 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
         ("vocab_size", -1, "is -1"),
         ("num_hidden_layers", 0, "1 or more"),
         ("num_hidden_layers", True, "is True"),
+        ("num_hidden_layers", 1_000_000, "at most 4,096"),
         ("num_attention_heads", 0, "is 0"),
         ("num_key_value_heads", -2, "is -2"),
         ("intermediate_size", -1, "negative dimension"),

@@ -15,6 +15,7 @@ from drafters.common.wording import shortened
 # Whole numbers of 1 or more (a window may be 0: unused); a null stands for none, or for transformers' default.
 SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
+LAYERS, MOST_LAYERS = "num_hidden_layers", 4096  # above every real model; a module of a million takes an hour to make
 METHODS = {"quant_method", "load_in_8bit", "load_in_4bit"}  # keys that name one; the last two in older files
 LONGEST = 200  # characters of transformers' reason
 
@@ -24,7 +25,8 @@ def check_values(name: str, config: PretrainedConfig) -> None:
     for size in SIZES:
         key = config.attribute_map.get(size, size)
         if _is_no_size(size, value := vars(config).get(key)):
-            raise _wrong(name, key, value, f"{size}: a whole number of 1 or more")
+            most = f", at most {MOST_LAYERS:,}" if size == LAYERS else ""
+            raise _wrong(name, key, value, f"{size}: a whole number of 1 or more{most}")
     given = getattr(config, "quantization_config", None)
     if isinstance(given, dict) and not METHODS & given.keys():
         raise _wrong(name, "quantization_config", given, "without quant_method")
@@ -51,7 +53,9 @@ def reason_of(error: Exception) -> str:
 
 
 def _is_no_size(size: str, value: Any) -> bool:
-    return value is not None and (type(value) is not int or value < (size != "sliding_window"))
+    if value is None:
+        return False
+    return type(value) is not int or value < (size != "sliding_window") or (size == LAYERS and value > MOST_LAYERS)
 
 
 def _wrong(name: str, key: str, value: Any, reason: str) -> ValueError:

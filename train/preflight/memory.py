@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from data_prep.common.ranks import find_rank
+from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.model.files import free_memory, load_config_only, resolve_device, resolve_dtype
 from train.core.attention import BLOCK
@@ -22,6 +23,7 @@ from train.preflight.estimate import meta_task, parameters, random_task, target_
 SIZES = ("layers", "heads", "markov_rank", "draft_vocab")  # keys of training configs that a head's size depends on
 # Float32 matrices [chunk, vocabulary] at the peak of the loss: p, log q, their gradients, and what a divergence needs.
 CROSS_ENTROPY, OTHER_LOSSES = 4.4, 5.4
+SURELY = 0.75  # of the estimate of a pass, which may be 25% above what is measured
 
 
 def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
@@ -184,9 +186,22 @@ def check_memory(
 
 
 def check_size(config: TrainConfig) -> None:
-    """Raise ValueError if the drafter is too large for this machine's ranks, before its weights are made."""
-    task = meta_task(config, load_config_only(config.target, config.revision))
-    check_weights(config, task, find_rank(None, None).count, local_ranks(1))
+    """Raise ValueError if drafter or micro-batch are too large for this machine, before a weight is made.
+
+    Of the passes, three quarters of the estimate count, for dialogues of the store's mean length; with ``features:
+    online`` their number is not known yet, so only weights count.
+    """
+    task, ranks = meta_task(config, load_config_only(config.target, config.revision)), find_rank(None, None).count
+    check_weights(config, task, ranks, local_ranks(1))
+    if isinstance(config.features, str) or ranks > 1:
+        return
+    manifest = FeatureStore.open(config.features / "train").manifest
+    mean = max(1, manifest.tokens // max(manifest.dialogues, 1))
+    count = min(manifest.dialogues, config.batch_tokens // (config.gradient_accumulation * mean))
+    passes = pass_memory(config, task, [mean] * count, config.activation_checkpointing, torch.cuda.is_available())
+    needed = sum(memory_parts(config, task, ranks).values()) + round(SURELY * passes["pass"])
+    fix = "lower batch_tokens or loss_chunk_rows, or raise gradient_accumulation"
+    check_memory(needed, f"training on micro-batches of {mean * count:,} tokens", fix)
 
 
 def check_weights(config: TrainConfig, task: Task, ranks: int, here: int = 1) -> None:
