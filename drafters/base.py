@@ -20,8 +20,11 @@ class Policy(Protocol):
     def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
         """Measure the step costs for rows of up to ``longest`` tokens, unless they are known. Takes seconds."""
 
+    def begin(self) -> None:
+        """Forget what was counted before: a generation depends on its own text only, not on those before it."""
+
     def expected(self) -> "Expected | None":
-        """What the policy expected of all steps so far; None before the first."""
+        """What the policy expected of all steps so far, of all generations; None before the first."""
 
 
 class Expected(NamedTuple):
@@ -107,6 +110,7 @@ class Drafter:
         """
         if self.policy is not None:
             self.policy.prepare(self, state.batch, state.sampling, state.longest)
+            self.policy.begin()
 
     def join(self, state: "DecodeState", rows: list[int], part: "DecodeState", output: FeatureOutput) -> None:
         """Replace ``rows`` of a running batch by the prompts of ``part``, which were prefilled as for ``begin``.

@@ -313,6 +313,10 @@ class Cycling(ShapePolicy):
 
     def __init__(self) -> None:
         super().__init__(8, 3, 2)
+
+    def begin(self) -> None:
+        """Begin with the first shape."""
+        super().begin()
         self.step = 0
 
     def prepare(self, *given: object) -> None:

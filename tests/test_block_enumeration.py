@@ -26,36 +26,48 @@ from drafters.methods.dspark import MarkovHead, MarkovSlots
 
 DEPTH, RANK, HIDDEN = 2, 4, 6
 NEW = DEPTH + 1  # tokens that are compared
-WARPS = [Sampling(0.7), Sampling(1.3, top_p=0.7)]
-PLANS = {"chain": ((0,), (0, 0)), "auto": ((0,), (1,), (0, 0), (0, 1), (1, 0))}
+# How tokens are chosen, and what the slots' scores are multiplied by: where q is peaked, a node may lie outside of its
+# support, though p, which is flat, has the node's token.
+WARPS = [
+    (Sampling(0.7), 1.0),
+    (Sampling(1.3, top_p=0.7), 1.0),
+    (Sampling(1.0, top_p=0.9), 8.0),
+    (Sampling(1.2, top_k=2), 1.0),
+]
+PLANS = {
+    "chain": ((0,), (0, 0)),
+    "auto": ((0,), (1,), (0, 0), (0, 1), (1, 0)),
+    "wide": ((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (2, 0)),
+}
 REJECTED = 1e30  # a uniform number that no trial passes
 Ordered = tuple[float, list[int], list[bool]]  # a draw without replacement: its chance, the tokens, which are real
 
 
-def slots_of(kind: str) -> Any:
-    """Slots of random scores, new ones in each call; ``kind``: dflash, or a kind of Markov head."""
+def slots_of(kind: str, scale: float) -> Any:
+    """Slots of random scores times ``scale``, new ones in each call; ``kind``: dflash, or a kind of Markov head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         logits, states = torch.randn(1, DEPTH, VOCAB), torch.randn(1, DEPTH, HIDDEN)
         if kind == "dflash":
-            return Marginals(logits)
+            return Marginals(scale * logits)
         head: Any = MarkovHead(kind, VOCAB, VOCAB, RANK, HIDDEN)  # type: ignore[arg-type]
         for weights in head.parameters():
             torch.nn.init.normal_(weights)
-    drafter: Any = SimpleNamespace(markov_w2=head.markov_w2, lm_head=SimpleNamespace(tokens=lambda places: places))
+    drafter: Any = SimpleNamespace(lm_head=SimpleNamespace(tokens=lambda places: places))
+    drafter.markov_w2 = lambda latent: scale * head.markov_w2(latent)
     drafter.module = SimpleNamespace(markov_head=head, confidence_head=None)
-    return MarkovSlots(drafter, logits, states, torch.tensor([[1]]))
+    return MarkovSlots(drafter, scale * logits, states, torch.tensor([[1]]))
 
 
 def ordered(q: Tensor, count: int) -> Iterator[Ordered]:
-    """All draws of ``count`` tokens without replacement from ``q [V]``; beyond its support, the other tokens by id."""
+    """All draws of ``count`` tokens without replacement from ``q [V]``; beyond its support, the last ids."""
     for tokens in itertools.permutations(range(VOCAB), count):
         chance, left, real = 1.0, 1.0, list[bool]()
         for token in tokens:
             real.append(left > 1e-6)
             chance *= float(q[token]) / left if real[-1] else 1.0
             left -= float(q[token])
-        others = [token for token in range(VOCAB) if token not in tokens[: sum(real)]]
+        others = [token for token in reversed(range(VOCAB)) if token not in tokens[: sum(real)]]
         if chance > 0 and list(tokens[sum(real) :]) == others[: real.count(False)]:
             yield chance, list(tokens), real
 
@@ -79,16 +91,16 @@ class Draws:
         return torch.tensor([[row[1] for row in rows]]), torch.tensor([[row[2] for row in rows]])
 
 
-def drafts(kind: str, tree: str, sampling: Sampling) -> Iterator[tuple[float, DraftTree]]:
+def drafts(kind: str, tree: str, sampling: Sampling, scale: float) -> Iterator[tuple[float, DraftTree]]:
     """All drafts, and the chance of each."""
     if tree == "tree":
-        yield 1.0, grow_likeliest(slots_of(kind), DEPTH, 2, 4)
+        yield 1.0, grow_likeliest(slots_of(kind, scale), DEPTH, 2, 4)
         return
     plan, todo = tree_plan.tree_plan(PLANS[tree], torch.device("cpu")), [list[int]()]
     while todo:
         draws = Draws(todo.pop())
         with mock.patch.object(tree_plan, "draw_without_replacement", draws):
-            draft = fill(slots_of(kind), plan, sampling, None)
+            draft = fill(slots_of(kind, scale), plan, sampling, None)
         todo += draws.others
         yield draws.chance, draft
 
@@ -134,14 +146,21 @@ def chances(draft: DraftTree, logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 @torch.inference_mode()
-def committed(kind: str, tree: str, sampling: Sampling, change: Callable[[DraftTree], DraftTree]) -> Tensor:
+def committed(
+    kind: str,
+    tree: str,
+    sampling: Sampling,
+    scale: float,
+    change: Callable[[DraftTree], DraftTree] = lambda draft: draft,
+) -> Tensor:
     """``[V] * NEW``: exact distribution of the next tokens; ``change``: made to every draft before it is verified."""
-    weights, every = zip(*drafts(kind, tree, sampling), strict=True)
+    weights, every = zip(*drafts(kind, tree, sampling, scale), strict=True)
     assert sum(weights) == pytest.approx(1, abs=1e-5)
     parts = {name: torch.cat([getattr(draft, name) for draft in every]) for name in ("tokens", "parents", "q", "q_row")
              if getattr(every[0], name) is not None}  # fmt: skip
     valid = None if every[0].valid is None else torch.cat([draft.valid for draft in every])
-    draft = change(replace(every[0], **parts, valid=valid, see=None))
+    draft = replace(every[0], **parts, valid=valid, see=None)
+    draft = draft if change is None else change(draft)
     parents, tokens = draft.parents.tolist(), draft.tokens.tolist()
     contexts: list[list[tuple[int, ...]]] = [[()] for _ in every]  # of each draft, the tokens up to [root, nodes]
     for row, known in enumerate(contexts):
@@ -161,7 +180,7 @@ def committed(kind: str, tree: str, sampling: Sampling, change: Callable[[DraftT
 
     def walk(row: int, at: int, weight: float) -> None:
         children = [node for node, parent in enumerate(parents[row]) if parent + 1 == at]
-        children = [node for node in children if valid is None or valid[row, node]]
+        children = [node for node in children if draft.valid is None or draft.valid[row, node]]
         for node in children:
             passing = float(trials[row, node])
             walk(row, node + 1, weight * passing) if passing else None
@@ -193,13 +212,16 @@ def bias(found: Tensor, sampling: Sampling) -> float:
     return 0.5 * float((found - expected).abs().sum())
 
 
-@pytest.mark.parametrize("warp", range(len(WARPS)))
-@pytest.mark.parametrize("tree", ["chain", "auto", "tree"])
+@pytest.mark.parametrize(
+    ("tree", "warp"),
+    [*itertools.product(["chain", "auto", "tree"], range(len(WARPS))), ("wide", 2), ("wide", 3)],
+)
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
 def test_the_output_is_the_targets(kind: str, tree: str, warp: int) -> None:
     """Catches a q before the Markov head or of another temperature, a Markov head that follows another node, siblings
-    whose q is not without the earlier ones: any bias, also one that no sample shows."""
-    assert bias(committed(kind, tree, WARPS[warp], lambda draft: draft), WARPS[warp]) < 1e-5
+    whose q is not without the earlier ones, accepted nodes outside of q's support: any bias, also one that no sample
+    shows."""
+    assert bias(committed(kind, tree, *WARPS[warp]), WARPS[warp][0]) < 1e-5
 
 
 @pytest.mark.parametrize("tree", ["chain", "auto"])
@@ -211,4 +233,16 @@ def test_a_q_of_another_slot_shows(kind: str, tree: str) -> None:
         assert draft.q is not None
         return replace(draft, q=draft.q.roll(1, dims=1))
 
-    assert bias(committed(kind, tree, WARPS[0], shifted), WARPS[0]) > 0.01
+    assert bias(committed(kind, tree, *WARPS[0], shifted), WARPS[0][0]) > 0.01
+
+
+@pytest.mark.parametrize("tree", ["auto", "wide"])
+@pytest.mark.parametrize("kind", ["dflash", "rnn"])
+def test_a_node_outside_of_its_support_shows(kind: str, tree: str) -> None:
+    """Catches an enumeration whose q always has all drafted tokens: here all nodes count as real draws."""
+
+    def all_real(draft: DraftTree) -> DraftTree:
+        assert draft.valid is not None and not bool(draft.valid.all())
+        return replace(draft, valid=torch.ones_like(draft.valid))
+
+    assert bias(committed(kind, tree, *WARPS[2], all_real), WARPS[2][0]) > 0.01

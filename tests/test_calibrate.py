@@ -10,7 +10,6 @@ import torch
 from rigged import dflash, dspark, eagle
 
 from drafters import TargetModel, generate, load_drafter
-from drafters.loop.sampling import Sampling
 from drafters.policy.truncation import OnlineAcceptance, Truncation
 from train.tools import calibrate
 from train.watch import calibration
@@ -93,7 +92,7 @@ def test_truncation_reads_the_temperatures() -> None:
     expected = [torch.tensor(one / scale).sigmoid().item() for one, scale in zip(logits, [2.0, 0.5, 4.0], strict=True)]
     for trained in (True, False):
         policy = Truncation(3, trained, [2.0, 0.5, 4.0])
-        assert policy.acceptance(logits, Sampling(1.0)) == pytest.approx(expected)
+        assert policy.acceptance(logits) == pytest.approx(expected)
     assert OnlineAcceptance(1).values([1.0]) == pytest.approx([torch.tensor(0.3).sigmoid().item()])
 
 

@@ -27,7 +27,5 @@ TestTreeSome = conformance.suite(
 TestTreeRandomHead = conformance.suite(
     lambda t: dflash(t, None, "tree", "anchor-first", nodes=20, draft_vocab_size=KEPT), families=("llama",)
 )
-TestAuto = conformance.suite(
-    lambda t: goes_by(dflash(t, 0.3, "auto")), accepts="some", families=("llama",), remembers=True
-)
-TestCycling = conformance.suite(cycling, families=("llama",), remembers=True)
+TestAuto = conformance.suite(lambda t: goes_by(dflash(t, 0.3, "auto")), accepts="some", families=("llama",))
+TestCycling = conformance.suite(cycling, families=("llama",))

@@ -21,13 +21,9 @@ TestAuto = conformance.suite(
     lambda t: goes_by(dspark(t, 0.2, "auto", markov_head="gated")),
     accepts="some",
     families=("llama",),
-    remembers=True,
 )
-TestTruncated = conformance.suite(
-    lambda t: block_costs(dspark(t, 0.1, "chain", truncate=True)), families=("llama",), remembers=True
-)
+TestTruncated = conformance.suite(lambda t: block_costs(dspark(t, 0.1, "chain", truncate=True)), families=("llama",))
 TestTruncatedByMaxQ = conformance.suite(
     lambda t: block_costs(dspark(t, 0.1, "chain", truncate=True, confidence_head=False)),
     families=("llama",),
-    remembers=True,
 )

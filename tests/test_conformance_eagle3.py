@@ -18,11 +18,9 @@ TestDynamicSome = conformance.suite(
 TestWindow = conformance.suite(
     lambda t: eagle3(t, None, "static", sliding_window=3, layers=2), families=("llama", "mistral-sliding")
 )
-TestAuto = conformance.suite(
-    lambda t: goes_by(eagle3(t, 0.4, "auto", **NEWER)), accepts="some", families=("llama",), remembers=True
-)
+TestAuto = conformance.suite(lambda t: goes_by(eagle3(t, 0.4, "auto", **NEWER)), accepts="some", families=("llama",))
 TestHybrid = conformance.suite(
     lambda t: hybrid(t, goes_by(eagle3(t, 0.4, "auto", kept=KEPT))), accepts="some", longest_draft=8,
-    families=("llama",), remembers=True,
+    families=("llama",),
 )  # fmt: skip
 TestDynamicRandomHead = conformance.suite(lambda t: eagle3(t, None, "dynamic", **NEWER), families=("llama",))

@@ -228,10 +228,9 @@ def test_the_online_estimate() -> None:
         assert estimate.values([logit])[0] == pytest.approx(1 / (1 + math.exp(1.0 - 0.8 * logit)), abs=0.1)
     assert estimate.values([0.0, 0.0])[1] == pytest.approx(1 / (1 + math.exp(0.2)))
     policy = Truncation(3, trained=False)
-    policy._online[HOT] = OnlineAcceptance(3)
     policy._latest = [[0.0, 0.0, 0.0]] * 2
     state: Any = SimpleNamespace(sampling=HOT, finished=[False, True])
     policy.learn(chain_plan(3, torch.device("cpu")), 2, state, Verdict([[0], [0, 1, 2]], [[5], [5, 6, 7]], [2, 2]))
-    values, fresh = policy._online[HOT].values([0.0] * 3), OnlineAcceptance(3).values([0.0] * 3)
+    values, fresh = policy._online.values([0.0] * 3), OnlineAcceptance(3).values([0.0] * 3)
     assert values[0] < fresh[0] and values[1:] == fresh[1:]
     assert float(top_logit(torch.tensor([0.0, math.log(3.0)]))) == pytest.approx(math.log(3.0))

@@ -158,7 +158,6 @@ class DFlashDrafter(StateReader):
             self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)))
         elif options.truncate:
             self.policy = Truncation(self.depth, self._has_confidence(), options.confidence_temperatures)
-        self.remembers = self.policy is not None
         self._used: TreePlan  # of the latest draft
 
     @classmethod

@@ -189,7 +189,7 @@ class EagleDrafter(StateReader):
             self.max_draft = max(options.nodes, self.top_k * self.depth)
         if self.tree == "auto":
             self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)), options.acceptance)
-            self.max_draft, self.remembers = options.nodes, True
+            self.max_draft = options.nodes
         self._head = self._make_head(options)
 
     def _make_head(self, options: Any) -> Part:

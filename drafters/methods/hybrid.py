@@ -71,7 +71,7 @@ class HybridDrafter(Drafter):
         self.max_draft = sum(sizes) if self.one_tree else max(sizes)
         self.max_context = min(self.head.max_context, self.lookup.max_context)
         self.taps = self.head.taps
-        self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
+        self.remembers = self.head.remembers or self.lookup.remembers
         self.policy: CopyPolicy | None = CopyPolicy() if self.match == "auto" else None
         self._copies: list[Copy] = []  # of the latest step, before the policy cut them
         self._head_drafted = False

@@ -148,7 +148,6 @@ class MedusaDrafter(LearnedDrafter):
         priors |= options.acceptance or {}
         if options.tree == "auto":
             self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, priors)
-            self.remembers = True
         self.plans = {} if self.policy else {way: self._plan(prior) for way, prior in priors.items()}
         self.max_draft = max((plan.size for plan in self.plans.values()), default=options.nodes)
         self._used: TreePlan  # of the latest draft

@@ -42,7 +42,7 @@ class PromptLookupDrafter(Retrieval):
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
         super().__init__(target, options)
         auto = options.gamma == "auto"
-        self.policy, self.remembers = CopyPolicy() if auto else None, auto
+        self.policy = CopyPolicy() if auto else None
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
         self.max_ngram, self.min_ngram = options.max_ngram or (8 if auto else 3), options.min_ngram
         if self.min_ngram > self.max_ngram:

@@ -61,7 +61,7 @@ class RestDrafter(Retrieval):
         if shortest > options.max_ngram:
             raise ValueError(f"min_ngram is {shortest} and max_ngram {options.max_ngram}; swap them")
         self.store = load_datastore(options.datastore, target)
-        self.policy, self.remembers = CopyPolicy() if auto else None, auto
+        self.policy = CopyPolicy() if auto else None
         self._last: dict[int, tuple[int, int]] = {}  # row -> tokens of its text at the last lookup, and its match
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:

@@ -41,7 +41,6 @@ class SpeculativeDrafter(DraftModelDrafter):
         super().__init__(target, options)
         self.policy: ShapePolicy | None = ShapePolicy(LONGEST, LONGEST, 1) if options.gamma == "auto" else None
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
-        self.remembers = self.policy is not None
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = state.longest_draft(self.gamma)

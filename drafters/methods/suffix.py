@@ -66,7 +66,7 @@ class SuffixDrafter(Retrieval):
         self.alpha, self.chance, self.chain, self.memory = options.alpha, options.chance, options.chain, options.memory
         self.policy = CopyPolicy() if options.nodes == "auto" else None
         self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes
-        self.remembers = self.memory > 0 or self.policy is not None
+        self.remembers = self.memory > 0
         self._answers: list[int] = []  # past ones, with BETWEEN after each
         self._past = SuffixAutomaton()  # of ``_answers``
         self._rows: list[_Row] = []

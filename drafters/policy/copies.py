@@ -82,10 +82,14 @@ class CopyPolicy:
     """Cuts each row's copy to what is profitable. It reads costs and acceptance, never the clock."""
 
     def __init__(self) -> None:
-        self.rates = CopyRates()
         self._costs: dict[tuple[int, Sampling, int], Curve] = {}
+        self._sums = [0.0, 0.0, 0.0, 0.0]  # of all generations: steps, tokens, plain steps, steps with a copy
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget which copies were right, and the average step."""
+        self.rates = CopyRates()
         self._tokens = self._time = 1.0  # of the average step; time in units of a plain step
-        self._sums = [0.0, 0.0, 0.0, 0.0]  # steps, tokens, plain steps, steps with a copy
 
     def prepare(self, drafter: Drafter, batch: int, sampling: Sampling, longest: int) -> None:
         """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""

@@ -8,7 +8,6 @@ product of the probabilities along its path, and the best tree of n nodes has th
 import heapq
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -17,7 +16,6 @@ from pydantic import Field
 
 from drafters.base import Expected
 from drafters.drafting.tree_plan import TreePlan
-from drafters.loop.sampling import Sampling
 from drafters.policy.costs import Curve, MeasuredCosts, PlanTime, context_limit
 
 if TYPE_CHECKING:
@@ -183,17 +181,6 @@ def best_shape(acceptance: Acceptance, costs: Costs, most_nodes: int) -> Shape:
     return best
 
 
-@dataclass
-class _Choice:
-    """Choice for one batch size and way of sampling."""
-
-    shape: Shape = Shape()
-    explore: Shape = Shape()
-    steps: int = 0
-    decide_at: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, tokens, plain steps
-
-
 class ShapePolicy(MeasuredCosts):
     """Chooses the shape of each draft. It reads costs and acceptance, never the clock: equal seeds give equal drafts.
 
@@ -205,9 +192,14 @@ class ShapePolicy(MeasuredCosts):
     def __init__(self, most_nodes: int, depths: int, ranks: int, priors: dict[Way, Hazards] | None = None) -> None:
         super().__init__()
         self.most_nodes, self.depths, self.ranks, self._priors = most_nodes, depths, ranks, priors or {}
-        self._choices: dict[tuple[int, Sampling], _Choice] = {}
-        self._rates: dict[Sampling, Rates] = {}  # for all batch sizes: acceptance does not depend on them
-        self._now: _Choice | None = None
+        self._sums = [0.0, 0.0, 0.0]  # of all generations: steps, tokens, plain steps
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the counted acceptance and the choice."""
+        self._rates: Rates | None = None
+        self._shape = self._best = Shape()  # the choice, and what is explored where the choice is no draft
+        self._steps = self._decide_at = 0
 
     def _plans(self) -> list[tuple[Path, ...]]:
         """No draft, chains, and two trees: what costs are measured with."""
@@ -226,38 +218,32 @@ class ShapePolicy(MeasuredCosts):
         """The nodes of the next draft; none: no draft."""
         if self._forced is not None:
             return self._forced
-        choice = self._decided(state)
-        choice.steps += 1
+        chosen = self.outlook(state)
+        self._steps += 1
         # A draft that takes longer is tried less often, so that exploring costs at most a share 1 / EXPLORE.
-        explores = not choice.shape.paths and choice.steps % round(EXPLORE * choice.explore.plain_steps) == 0
-        shape = choice.explore if explores else choice.shape
+        explores = not chosen.paths and self._steps % round(EXPLORE * self._best.plain_steps) == 0
+        shape = self._best if explores else chosen
         step = 1.0, shape.tokens, shape.plain_steps
-        choice.sums = [before + more for before, more in zip(choice.sums, step, strict=True)]
+        self._sums = [before + more for before, more in zip(self._sums, step, strict=True)]
         return shape.paths
 
     def outlook(self, state: "DecodeState") -> Shape:
-        """The shape of the next draft and what is expected of it, without counting a step."""
-        return self._decided(state).shape
-
-    def _decided(self, state: "DecodeState") -> _Choice:
-        """The choice for this batch size and sampling; it is made again every ``DECIDE`` steps."""
-        key = state.batch, state.sampling
-        self._now = choice = self._choices.setdefault(key, _Choice())
-        if choice.steps >= choice.decide_at:
-            prior = self._priors.get("greedy" if state.sampling.greedy else "sampled")
-            rates = self._rates.setdefault(state.sampling, Rates(self.depths, self.ranks, prior))
-            costs = self._costs[(*key, context_limit(state.target, state.length))]
-            choice.explore = best_shape(rates.acceptance(), costs, self.most_nodes)
-            shape = choice.explore if choice.explore.speedup > 1.0 else Shape()
-            if shape.paths != choice.shape.paths:
+        """The shape of the next draft and what is expected of it. It is chosen again every ``DECIDE`` steps."""
+        if self._steps >= self._decide_at:
+            if self._rates is None:
+                prior = self._priors.get("greedy" if state.sampling.greedy else "sampled")
+                self._rates = Rates(self.depths, self.ranks, prior)
+            costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
+            self._best = best_shape(self._rates.acceptance(), costs, self.most_nodes)
+            shape = self._best if self._best.speedup > 1.0 else Shape()
+            if shape.paths != self._shape.paths:
                 logging.getLogger(__name__).info("drafts: %s, expected speedup %.2f", shape.name, shape.speedup)
-            choice.shape, choice.decide_at = shape, choice.steps + min(max(choice.steps, 4), DECIDE)
-        return choice
+            self._shape, self._decide_at = shape, self._steps + min(max(self._steps, 4), DECIDE)
+        return self._shape
 
     def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
         """Learn from the verdict on a draft of ``size`` nodes of a plan."""
-        rates = self._rates.get(state.sampling)
-        if self._forced is not None or rates is None or not size:
+        if self._forced is not None or self._rates is None or not size:
             return
         for row in range(state.batch):
             if state.finished[row]:  # cut short
@@ -266,14 +252,12 @@ class ShapePolicy(MeasuredCosts):
             for depth, tree_row in enumerate(path):  # rows of [root, nodes]
                 if candidates := plan.children[tree_row]:
                     right = plan.ranks[path[depth + 1] - 1] if depth + 1 < len(path) else None
-                    rates.learn(depth, candidates, right)
+                    self._rates.learn(depth, candidates, right)
 
     def expected(self) -> Expected | None:
         """Expected tokens and time of all steps so far; None before the first."""
-        if self._now is None:
-            return None
-        steps, tokens, plain = (sum(choice.sums[place] for choice in self._choices.values()) for place in range(3))
-        return Expected(steps, tokens, plain, self._now.shape.name)
+        steps, tokens, plain_steps = self._sums
+        return Expected(steps, tokens, plain_steps, self._shape.name) if steps else None
 
 
 def costs_of(plans: Sequence[tuple[Path, ...]], times: Sequence[Sequence[float]]) -> Costs:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from drafters.base import Expected
 from drafters.drafting.tree_plan import TreePlan
-from drafters.loop.sampling import Sampling
 from drafters.policy.costs import Curve, MeasuredCosts, PlanTime, context_limit
 
 if TYPE_CHECKING:
@@ -77,10 +76,15 @@ class Truncation(MeasuredCosts):
     def __init__(self, depth: int, trained: bool, temperatures: Sequence[float] | None = None) -> None:
         super().__init__()
         self.depth, self.trained, self.temperatures = depth, trained, temperatures
-        self._online: dict[Sampling, OnlineAcceptance] = {}
+        self._sums = [0.0, 0.0, 0.0, 0.0]  # of all generations: steps, tokens, plain steps, drafted tokens
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the online estimate and the average step."""
+        self._online = OnlineAcceptance(self.depth, self.temperatures)
         self._latest: list[list[float]] = []  # logits of the latest draft, by batch row
+        self._steps = 0
         self._tokens = self._time = 1.0  # of the average step; time in units of a step without a draft
-        self._sums = [0.0, 0.0, 0.0, 0.0]  # steps, tokens, plain steps, drafted tokens
 
     def _plans(self) -> list[int]:
         return sorted({0, 1, self.depth // 2, self.depth})
@@ -95,10 +99,11 @@ class Truncation(MeasuredCosts):
             return min(self._forced, certainty.shape[1])
         self._latest = certainty.tolist()
         unfinished = [row for row, done in zip(self._latest, state.finished, strict=True) if not done]
-        chances = [self.acceptance(row, state.sampling) for row in unfinished]
+        chances = [self.acceptance(row) for row in unfinished]
         costs: Costs = self._costs[state.batch, state.sampling, context_limit(state.target, state.length)]
         plain = costs.rest.at(1)
-        explores = not self.trained and self._sums[0] % EXPLORE == EXPLORE - 1
+        self._steps += 1
+        explores = not self.trained and self._steps % EXPLORE == 0
         pace, tokens, count = self._tokens / self._time, 1.0, 0
         paths = [1.0] * len(chances)  # of each row, the chance that the positions so far are accepted
         while count < certainty.shape[1]:
@@ -115,24 +120,23 @@ class Truncation(MeasuredCosts):
         self._sums = [before + more for before, more in zip(self._sums, step, strict=True)]
         return count
 
-    def acceptance(self, logits: list[float], sampling: Sampling) -> list[float]:
+    def acceptance(self, logits: list[float]) -> list[float]:
         """Estimated acceptance of a draft's positions, each given that those before it are accepted."""
         if self.trained:
             scales = self.temperatures or [1.0] * self.depth
             return [_sigmoid(logit / scale) for logit, scale in zip(logits, scales, strict=False)]
-        return self._online.setdefault(sampling, OnlineAcceptance(self.depth, self.temperatures)).values(logits)
+        return self._online.values(logits)
 
     def learn(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
         """Learn from the verdict on chains of ``size`` tokens, the first of a plan."""
-        estimate = self._online.get(state.sampling)
-        if estimate is None or self._forced is not None:
+        if self.trained or self._forced is not None:
             return
         for row, logits in enumerate(self._latest):
             if state.finished[row]:  # cut short
                 continue
             accepted = len(verdict.own_rows(row, size)) - 1
             for place in range(min(accepted + 1, size)):
-                estimate.learn(place, logits[place], place < accepted)
+                self._online.learn(place, logits[place], place < accepted)
 
     def expected(self) -> Expected | None:
         """Expected tokens and time of all steps so far; None before the first."""

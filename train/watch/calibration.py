@@ -23,7 +23,6 @@ from drafters.hub import checkpoint
 from drafters.loading import load_drafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.generate import generate
-from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
 from drafters.methods.dflash import DFlashDrafter
@@ -167,7 +166,7 @@ def figures(drafts: Drafts, trained: bool, temperatures: list[float]) -> dict[st
     depth, survived = len(temperatures), drafts.survived
     for when, given in (("before", None), ("after", temperatures)):
         policy = Truncation(depth, trained, given)
-        each = [policy.acceptance(row, Sampling()) for row in drafts.logits.tolist()]
+        each = [policy.acceptance(row) for row in drafts.logits.tolist()]
         chances = torch.tensor(each).cumprod(1)
         for name, measure in (("ece", calibration_error), ("auc", area_under_curve)):
             by_position = [measure(chances[:, k], survived[:, k]) for k in range(depth)]
