@@ -15,7 +15,7 @@ from eval.report.compare import compare
 from eval.report.compare import page as compare_page
 from eval.report.page import setting
 from eval.report.pairs import COLUMNS
-from eval.report.remarks import warnings
+from eval.report.remarks import statements, warnings
 from eval.report.rows import best_throughput
 from eval.report.sections import _by_context, _categories, _two_engines, columns_of
 from eval.report.sweep import _tables
@@ -111,6 +111,53 @@ def test_warnings_of_a_speed_report() -> None:
         "the speedup over stock generate",
         "D, batch 4 is lossless, but 2 of 40 greedy outputs differ from plain decoding's by more than rounding "
         "explains: a fault in the method or in the loop",
+    ]
+
+
+def test_statements_of_a_speed_report() -> None:
+    """Catches explained outputs counted with the unexplained ones, a ratio upside down, and swapped figures."""
+    divergences = {"count": 7, "unexplained": 2, "largest_margin": 0.4567, "each": None}
+    row = FIGURES | {
+        "lossless": True,
+        "divergences": divergences,
+        "prompts": 40,
+        "perplexity": None,
+        "temperature": 0.0,
+    }
+    row |= {"perplexity_unavailable": "x", "expected": {"tau": 2.345, "speedup": 1.654, "choice": "chain of 3"}}
+    row |= {"over_best_fixed": {"drafter": "F", "speedup": 1.0567, "speedup_ci": [0.956, 1.156]}}
+    row |= {"draft_vocab": 8192, "draft_vocab_coverage": 0.9876}
+    each = [{"position": place} for place in (31, 4, 17)]
+    engine = FIGURES | {"engine": "vllm", "temperature": 0.0, "prompts": 40}
+    engine["divergences"] = {"count": 3, "unexplained": 1, "each": each}
+    baseline = {"temperature": 0.0, "batch": 1, "tokens_per_second": 123.45, "over_stock_generate": 1.256}
+    baseline |= {"stock_generate_tokens_per_second": 98.29, "loop_share": 0.0625}
+    facts = {
+        "prompt_set": {"prompts": 43, "later_turns": 3, "requested": 80, "file": "q.jsonl"}, "dtype": "bfloat16",
+        "quantisation": {"kl": 0.01234, "same_argmax": 0.9753, "positions": 12_345}, "quantize": "int8",
+        "energy": {"device": {"available": True, "how": "RAPL"}}, "load_average": 9.87, "cpu_cores": 8,
+        "parts": [{"load_average": 9.87}, {"load_average": None}],
+    }  # fmt: skip
+    report = {"environment": facts, "baseline": {"temperatures": [baseline]}, "rows": [row, engine]}
+    report["left_out"] = [WHO | {"most": 1}]
+    assert statements(report) == [
+        "only 40 prompts are measured, not the 80 asked for: q.jsonl has no more usable ones",
+        "layers in int8: KL 0.0123 from the target in bfloat16, same best token at 97.5% of 12,345 positions of "
+        "prompts and plain decoding's answers",
+        "T = 0: plain decoding in this loop makes 123.5 tokens/s, 1.26 times stock generate's 98.3",
+        "T = 0: 6.2% of plain decoding's outputs end in a loop (loops raise tau of every drafter; see tau, no loops)",
+        "energy: RAPL",
+        "the machine was busy when runs began (load average 9.9): times are rough",
+        "D, batch 4: 7 of 40 greedy outputs leave plain decoding's path, 5 of them where rounding in bfloat16 explains "
+        "it (largest top-2 margin there: 0.457 logits)",
+        "D, T = 0, batch 4: auto chose its options, at the end chain of 3; expected tau 2.35 and 1.65x, measured 2.11 "
+        "and 1.56x; 1.06 (0.96 to 1.16) times the fastest fixed setting of its method, F",
+        "D, T = 0, batch 4: drafts with 8,192 tokens, those of the text included, which are 98.8% of its outputs' "
+        "tokens",
+        "D, T = 0, batch 4: no perplexity of its outputs (x)",
+        "D (vllm) (lossy): 37 of 40 greedy outputs are plain decoding's; the others leave it after 17 tokens (median; "
+        "the first after 4), 2 of them where rounding in bfloat16 explains it",
+        "D (lossy), T = 0.5, batch 4: not measured, it decodes at most 1 row(s) at once",
     ]
 
 
