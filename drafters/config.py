@@ -177,4 +177,6 @@ def _fields_at(schema: Any, location: list[str]) -> list[str]:
         annotation = fields[part].annotation
         nested = [annotation, *getattr(annotation, "__args__", ())]
         schema = next((a for a in nested if hasattr(a, "model_fields")), schema)
-    return [field.alias or name for name, field in getattr(schema, "model_fields", {}).items()]
+    fields = getattr(schema, "model_fields", {})
+    head = getattr(fields.get("head"), "annotation", None)  # its keys may stand beside it
+    return [*fields, *getattr(head, "model_fields", ())]

@@ -1,10 +1,10 @@
-"""LearnedDrafter: a drafter with trained weights."""
+"""LearnedDrafter: a drafter with a trained head."""
 
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,40 +12,130 @@ from transformers import PretrainedConfig
 
 from drafters.base import Drafter
 from drafters.config import Config, validate
+from drafters.drafting.head import Head
+from drafters.drafting.tree_plan import TreePlan, check_children
+from drafters.heads.shape import HeadShape, split
 from drafters.hub import checkpoint
 from drafters.hub.declared import Layout, Recipe
 from drafters.hub.model_card import Card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
+from drafters.loop.acceptance import Verdict
 from drafters.loop.call import check_loaded
+from drafters.loop.state import DecodeState
+from drafters.loop.tree import DraftTree
 from drafters.model import head_adapter
-from drafters.model.draft_head import D2T, DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, draft_ids, kept_ids
-from drafters.model.target import TargetModel
+from drafters.model.draft_head import DRAFT_IDS, DraftHead, check_ids
+from drafters.model.target import FeatureOutput, TargetModel
+from drafters.policy.shaper import Shaper
 
 
 class LearnedDrafter(Drafter):
-    """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub.
+    """A drafter that holds a trained head and a shaper; saved as config.json and model.safetensors, or on the Hub.
+
+    A method's constructor calls this one, then ``hold``. config.json stores the head's shape and the drafting options.
 
     Class attributes:
+        shape: schema of the head's shape. module: class of the head's module, which is built from a shape.
         card_title: the method on the model card, with a link to its paper.
         layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
         recipe: how train.start trains and measures it; None: it does not.
         unread: by ``tree``, options that it does not read.
+        unsaved: options that config.json does not store.
     """
 
+    shape: ClassVar[type[HeadShape]] = HeadShape
+    module_class: ClassVar[type[nn.Module]]
     card_title: ClassVar[str] = ""
     layout: ClassVar[Layout] = Layout()
     recipe: ClassVar[Recipe | None] = None
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    unsaved: ClassVar[frozenset[str]] = frozenset()
+    head: Head
+    shaper: Shaper
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
         super().__init__(target, options)
         self.module = module.to(target.device, target.dtype).eval().requires_grad_(False)
         self.provenance: dict[str, Any] = {}
+        self._plan: TreePlan | None = None  # of the latest draft
+
+    def hold(self, head: Head, shaper: Shaper, rows: int = 0) -> None:
+        """Take the head and the shaper; ``rows``: cache rows that the head needs for a draft, if more than its nodes.
+
+        Raises:
+            ValueError: nodes with more children than the drafter has tokens.
+        """
+        for plan in shaper.fixed.values():
+            check_children(plan, head.lm_head.width)
+        self.head, self.shaper, self.taps = head, shaper, head.taps
+        self.max_draft = max(shaper.nodes, rows)
+
+    @property
+    def policy(self) -> Any:
+        """The policy of the shaper (``tree: auto``, ``truncate``); None where the options fix the drafts."""
+        return self.shaper.policy
+
+    @policy.setter
+    def policy(self, policy: Any) -> None:
+        self.shaper.policy = policy
+
+    @property
+    def lm_head(self) -> DraftHead:
+        """The LM head that the head drafts with."""
+        return self.head.lm_head
+
+    # ------------------------------------------------------------------------------------------- drafting
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
+        self.head.begin(state, output)
+        for each in self.head.lm_heads:
+            each.read(state.tokens)
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        self.head.join(state, rows, part, output)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        depth = state.longest_draft(self.shaper.depth)
+        self._plan = plan = self.shaper.plan(state, depth)
+        if depth < 1 or (plan is not None and not plan.size):
+            return state.nothing
+        for each in self.head.lm_heads:
+            each.read(state.tokens)
+        if (draft := self.head.grown(state, plan)) is not None:
+            return draft
+        draft = self.shaper.grow(self.head.slots(state, plan), plan, depth, state)
+        if draft.size:
+            names = self.head.lm_head
+            draft.tokens, draft.q = names.tokens(draft.tokens), None if draft.q is None else names.spread(draft.q)
+        return draft
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        self.head.follow(state, output, verdict)
+        if self.shaper.policy is not None and self._plan is not None:
+            self.shaper.policy.learn(self._plan, draft.size, state, verdict)
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        self.head.follow(state, output, verdict)
+
+    # ------------------------------------------------------------------------------------------- loading and saving
 
     @classmethod
-    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        """The untrained module of a checkpoint's ``drafter`` section, for a target of this configuration."""
-        raise NotImplementedError
+    def build_module(cls, target_config: PretrainedConfig, shape: HeadShape) -> nn.Module:
+        """The untrained module of this shape, for a target of this configuration."""
+        return cls.module_class(target_config, shape)
+
+    @classmethod
+    def read_section(cls, section: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+        """Shape and options in the ``drafter`` section of a config.json.
+
+        Raises:
+            ValueError: an unknown, missing or wrong key; ``source`` is the name that errors give it.
+        """
+        keys, rest = split(cls.shape, dict(section))
+        if "taps" in cls.shape.model_fields and not keys.get("taps"):
+            raise ValueError(f"{source}: missing key 'taps', the target's states that the head was trained on")
+        return validate(cls.shape, keys, source), validate(cls.options, rest, source)
 
     @classmethod
     def from_checkpoint(
@@ -76,17 +166,18 @@ class LearnedDrafter(Drafter):
         Raises:
             ValueError: weights that are not the module's, ids that are no tokens, or wrong options.
         """
-        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
-        module = cls.build_module(target.config, options)
+        shape, chosen = cls.read_section(options, f"options of drafter {cls.name!r}")
+        module = cls.build_module(target.config, shape)
         if (ids := weights.get(DRAFT_IDS)) is not None:
             check_ids(ids, target.vocab_size, "the checkpoint")
             module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
         checkpoint.load_state(module, weights)
-        return cls(target, module, checked)
+        return cls(target, module, chosen)
 
     def drafter_config(self) -> dict[str, Any]:
-        """What ``build_module`` needs to build the module again."""
-        return {}
+        """The ``drafter`` section of config.json: the keys of shape and options that are no defaults."""
+        module: Any = self.module
+        return module.shape.stored() | self.settings.model_dump(exclude_defaults=True, exclude=set(self.unsaved))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json, model.safetensors and the two files of ``model.generate(custom_generate=folder)``."""
@@ -109,23 +200,3 @@ class LearnedDrafter(Drafter):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push_to_hub(folder, repo_id, card=replace(card, title=card.title or self.card_title), **hub_options)
-
-    def own_draft_head(self, dtype: Literal["int8"] | None) -> DraftHead:
-        """The module's ``lm_head``, whose rows ``d2t`` may name; the target's LM head if it has none.
-
-        Raises:
-            ValueError: a d2t that is not increasing, or points outside of the vocabulary.
-        """
-        module: Any = self.module
-        ids = draft_ids(getattr(module, D2T, None), self.target.vocab_size)
-        return DraftHead(self.target, ids, dtype, module.lm_head)
-
-    def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:
-        """The target's LM head, or the drafter's ``own``, as this drafter uses it.
-
-        Raises:
-            ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
-        """
-        listed = getattr(self.module, DRAFT_IDS, None)
-        ids, text = kept_ids(listed, options, self.target.vocab_size, "the checkpoint")
-        return DraftHead(self.target, ids, options.draft_dtype, own, text)

@@ -66,7 +66,8 @@ def keys(schema: dict[str, Any], whole: dict[str, Any], path: str = "") -> Itera
     if "$ref" in schema:
         schema = reduce(lambda part, name: part[name], schema["$ref"].split("/")[1:], whole)
     for name, part in schema.get("properties", {}).items():
-        default = REQUIRED if name in schema.get("required", []) else part.get("default")
+        required = name in schema.get("required", []) and name != "head"  # whose keys may stand beside it
+        default = REQUIRED if required else part.get("default")
         yield path + name, default if not isinstance(default, dict) else {}  # its own keys follow
         yield from keys(part, whole, f"{path}{name}.")
     inner = [schema[name] for name in ("items", "additionalProperties") if isinstance(schema.get(name), dict)]
@@ -92,7 +93,20 @@ def described(name: str) -> dict[str, Any]:
     whole = schema.model_json_schema() if schema else {}
     taken = [] if schema is None else [file for file, content in shipped().items() if takes(schema, content)]
     options = sorted({*re.findall(r"--[a-z][\w-]*", usage)})
-    return {"options": options, "keys": dict(keys(whole, whole)), "configs": taken}
+    return {"options": options, "keys": dict(keys(whole, whole)) | keys_of_head(schema, method), "configs": taken}
+
+
+def keys_of_head(schema: Any, method: str) -> dict[str, Any]:
+    """Keys of a head's shape that a checkpoint has beside the options, and a training config may have beside others."""
+    if method:
+        kind: Any = getattr(drafter_class(method), "shape", None)
+        usual: dict[str, Any] = {}
+    else:
+        field = getattr(schema, "model_fields", {}).get("head")
+        kind = field and field.annotation
+        usual = kind.usual if kind else {}
+    whole = kind.model_json_schema() if kind else {}
+    return dict(keys(whole, whole)) | usual
 
 
 @cache

@@ -14,15 +14,20 @@ from typing import Any
 
 import tiny
 import torch
+from by_keys import new_head
 from conformance import NO_EOS, prompt, rows_of
 from rigged import dflash, eagle3, perturbed
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import check, export
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.eagle import EagleDrafter, EagleOptions
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.ends import load_frozen_ends, load_norm
 from drafters.model.fused import FAMILIES
 from drafters.model.stock import body_of, decoder_layers
@@ -117,7 +122,10 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
     check_norm(stock, folder)
     target = TargetModel.from_pretrained(str(folder), "float32", "cpu")
     near = perturbed(target, 0.02, 0)
-    heads = [EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree=tree)) for tree in TREES]
+    heads = [
+        EagleDrafter(target, EagleHead(target.config, EagleShape(layer="llama")), EagleOptions(tree=tree))
+        for tree in TREES
+    ]
     newer = [eagle3(target, None, "dynamic", taps=[1, 2]), dflash(target, None, "chain", taps=[1, 2])]
     drafters = [make_drafter("autoregressive", target), make_drafter("prompt_lookup", target)]
     drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads, *newer]
@@ -167,12 +175,12 @@ def eagle(target: TargetModel, folder: Path) -> str:
     torch.testing.assert_close(ends.lm_head(states), target.lm_head(states), atol=1e-4, rtol=1e-4)
     task.heads.classification(Pairs(predicted[0][None], states[0, 1:])).sum().backward()
     assert all(weights.grad is not None for weights in task.module.parameters() if weights.requires_grad)
-    options = task.drafter_config()
+    options = task.head.stored()
     with tempfile.TemporaryDirectory() as place:
         head, out = Path(place) / "head", Path(place) / "vllm"
         save_checkpoint(head, task.module, make_config("eagle", options, target), dtype=None)
         config, weights = load_checkpoint(str(head))
-        again: Any = EagleDrafter.build_module(target.config, config["drafter"])
+        again: Any = new_head(EagleDrafter, target.config, **config["drafter"])
         again.load_state_dict(weights)
         export(str(head), "vllm", out)
         check(out, "vllm", str(folder))
@@ -182,8 +190,8 @@ def eagle(target: TargetModel, folder: Path) -> str:
 def kangaroo(target: TargetModel, texts: list[list[int]], new: int, expected: list[list[int]]) -> str:
     """ "yes", or why no adapter can be made."""
     try:
-        adapter = KangarooAdapter(target.config)
-        drafter = KangarooDrafter(target, adapter, KangarooOptions(exit_layer=1, eta=0.0))
+        adapter = KangarooAdapter(target.config, KangarooShape(exit_layer=1))
+        drafter = KangarooDrafter(target, adapter, KangarooOptions(eta=0.0))
     except ValueError as error:
         return "no: " + ("in two parts" if "two parts" in str(error) else "its layers alone")
     assert decode(target, drafter, texts, new) == expected

@@ -10,11 +10,13 @@ from typing import Any
 
 import tiny
 import torch
+from by_keys import new_drafter, new_head
 from torch import Tensor, nn
 
 from drafters import TargetModel, generate, make_drafter
+from drafters.heads.eagle3.module import Eagle3Head
 from drafters.hub.checkpoint import make_config, save_checkpoint
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Head, Eagle3Options
+from drafters.methods.eagle import Eagle3Drafter
 
 TAPS, KEPT, DEPTH = [1, 2, 3], 80, 3  # states, draft tokens, tokens of a chain
 TEXTS, BEGUN, NEW = 32, 8, 24
@@ -47,13 +49,13 @@ def options(**more: Any) -> dict[str, Any]:
 def eagle3() -> Eagle3Drafter:
     """The drafter; shared, do not change it."""
     torch.manual_seed(0)
-    head: Any = Eagle3Drafter.build_module(target().config, options())
+    head: Any = new_head(Eagle3Drafter, target().config, **options())
     counts = torch.bincount(texts()[:, BEGUN:].flatten(), minlength=tiny.VOCAB_SIZE)
     ids = counts.topk(KEPT).indices.sort().values
     head.d2t.copy_(ids - torch.arange(KEPT))
     head.lm_head.weight.data.copy_(target().model.get_output_embeddings().weight[ids])
     train(head, ids)
-    return Eagle3Drafter(target(), head, Eagle3Options(tree="chain", depth=DEPTH, **options()))
+    return new_drafter(Eagle3Drafter, target(), head, tree="chain", depth=DEPTH)
 
 
 def save_eagle3(folder: Path) -> None:

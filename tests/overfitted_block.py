@@ -4,20 +4,17 @@ from functools import cache
 from typing import Any
 
 import torch
+from by_keys import new_drafter, new_head
 from overfitted import BEGUN, KEPT, TAPS, target, texts
 from torch import Tensor, nn
 
-from drafters import TargetModel
-from drafters.methods.dflash import BlockOptions, DFlashDrafter
-from drafters.methods.dspark import DSparkDrafter, DSparkOptions
+from drafters import TargetModel, drafter_class
+from drafters.heads.block.shape import BlockShape, DSparkShape
+from eval.measure.mistakes import remade
 
 MASK, BLOCK = 2, 4
 COUNT = 8  # texts that they learnt
 DEPTH = 3  # tokens of a chain, which both layouts predict
-KINDS: dict[str, tuple[type[DFlashDrafter], type[BlockOptions]]] = {
-    "dflash": (DFlashDrafter, BlockOptions),
-    "dspark": (DSparkDrafter, DSparkOptions),
-}
 
 
 def options(method: str) -> dict[str, Any]:
@@ -31,16 +28,15 @@ def options(method: str) -> dict[str, Any]:
 @cache
 def drafter(method: str) -> Any:
     """The drafter; shared, do not change it."""
-    kind, schema = KINDS[method]
-    given = schema(**options(method), tree="chain", depth=DEPTH)
+    given = drafter_class(method).shape(**options(method))  # type: ignore[attr-defined]
     counts = torch.bincount(texts()[:COUNT, BEGUN:].flatten(), minlength=target().vocab_size)
     head = trained(target(), given, texts()[:COUNT], BEGUN, counts.topk(KEPT).indices.sort().values)
-    return kind(target(), head, given)
+    return new_drafter(method, target(), head, tree="chain", depth=DEPTH)
 
 
 @torch.enable_grad()
 def trained(
-    target: TargetModel, given: BlockOptions, known: Tensor, begun: int, ids: Tensor, steps: int = 200
+    target: TargetModel, given: BlockShape, known: Tensor, begun: int, ids: Tensor, steps: int = 200
 ) -> nn.Module:
     """A head that learnt the texts ``known`` ``[N, L]`` from their token ``begun`` on, with the draft tokens ``ids``.
 
@@ -48,14 +44,14 @@ def trained(
     their anchor and themselves.
     """
     torch.manual_seed(0)
-    kind = next(kind for kind, schema in KINDS.values() if schema is type(given))
-    head: Any = kind.build_module(target.config, given.model_dump())
+    markov = isinstance(given, DSparkShape)
+    head: Any = new_head("dspark" if markov else "dflash", target.config, **given.model_dump())
     head.d2t.copy_(ids - torch.arange(len(ids)))
     head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
     (count, length), size = known.shape, given.block_size
     with torch.no_grad():
-        found = target.features(known, taps=tuple(given.taps)).taps
-    states = torch.cat([found[tap] for tap in given.taps], dim=-1).clone()
+        found = target.features(known, taps=tuple(given.reads)).taps
+    states = torch.cat([found[tap] for tap in given.reads], dim=-1).clone()
     kept = torch.full((target.vocab_size,), -100).index_put((ids,), torch.arange(len(ids)))
     anchors, slots = torch.arange(begun - 1, length - size), torch.arange(size)
     rows = anchors[:, None] + slots  # [A, B], positions
@@ -72,7 +68,7 @@ def trained(
     for _ in range(steps):
         hidden = head(states, embeddings, positions, see).view(count, len(anchors), size, -1)[:, :, given.first_slot :]
         logits = head.lm_head(hidden)
-        if isinstance(given, DSparkOptions):
+        if markov:
             logits = logits + head.markov_head.markov_w2(head.markov_head(known[:, predicted - 1], hidden))
         loss = nn.functional.cross_entropy(logits.flatten(0, 2), right.flatten())
         optimizer.zero_grad()
@@ -85,4 +81,4 @@ def trained(
 def misread(method: str, **changes: Any) -> Any:
     """The drafter as an import with other options would read its file."""
     right = drafter(method)
-    return type(right)(right.target, right.module, right.given.model_copy(update=changes))
+    return remade(right, **changes)

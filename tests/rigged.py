@@ -9,18 +9,24 @@ from weakref import WeakKeyDictionary
 
 import tiny
 import torch
+from by_keys import new_drafter, new_head
 from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
-from drafters.config import HeadInputs
+from drafters.config import SHIFTED, HeadInputs
+from drafters.drafting.grow import Slots
+from drafters.drafting.tree_plan import TreePlan
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
+from drafters.heads.medusa.module import MedusaHeads
+from drafters.heads.medusa.shape import MedusaShape
 from drafters.loop.state import DecodeState
-from drafters.loop.tree import DraftTree
-from drafters.methods.dflash import BlockOptions, DFlashDrafter
-from drafters.methods.dspark import DSparkDrafter, DSparkOptions
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
-from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from drafters.methods.block import BlockHead
+from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, EagleOptions, FeatureHead
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
+from drafters.methods.medusa import MedusaDrafter, MedusaOptions, ParallelHeads
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import identity
 from drafters.policy.copies import CopyPolicy
@@ -64,31 +70,35 @@ def features_after(target: TargetModel, texts: Sequence[Sequence[int]]) -> Texts
     return known
 
 
-class OracleEagle(EagleDrafter):
-    """EAGLE whose predicted features are the target's own plus ``noise`` (relative): full or partial acceptance.
+class Oracle(FeatureHead):
+    """An EAGLE head whose predicted features are the target's own plus ``noise`` (relative).
 
-    The head still runs, so its cache, masks and positions are exercised as usual; only what it predicts is replaced.
+    The layers still run, so the cache, masks and positions are exercised as usual; only what they predict is replaced.
     """
 
     noise = 0.0
 
-    def propose(self, state: DecodeState) -> DraftTree:
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._committed: list[list[int]] = []
+        super().begin(state, output)
+
+    def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
         self._committed = [list(row) for row in state.tokens]
         self._nodes: list[list[int]] = [[] for _ in state.tokens]
-        return super().propose(state)
+        return super().slots(state, plan)
 
-    def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._committed = []
-        super()._read_prompts(state, output)
+        super().join(state, rows, part, output)
 
-    def _read(self, features: torch.Tensor, following: list[list[int]], state: DecodeState) -> torch.Tensor:
+    def read(self, features: torch.Tensor, counts: list[int], state: DecodeState) -> torch.Tensor:
         self._drafts = False
-        predicted = super()._read(features, following, state)
+        predicted = super().read(features, counts, state)
         self._drafts = True
         return self._truths([[ids] for ids in self._committed]) if self._committed else predicted
 
-    def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
-        predicted = super()._extend(features, tokens, rows)
+    def extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
+        predicted = super().extend(features, tokens, rows)
         if not self._drafts:
             return predicted
         count = tokens.shape[1]
@@ -116,26 +126,28 @@ class OracleEagle(EagleDrafter):
         return torch.stack(found)
 
 
+def with_head(drafter: Any, rig: type, noise: float) -> Any:
+    """The drafter, whose head has the methods of ``rig`` and this noise."""
+    head: Any = type(rig.__name__, (rig, type(drafter.head)), {})(drafter.target, drafter.module, drafter.settings)
+    head.noise, head.one_call = noise, None
+    drafter.hold(head, drafter.shaper, drafter.max_draft)
+    return drafter
+
+
 @lru_cache(maxsize=64)
 def _head(target: TargetModel, inputs: HeadInputs) -> EagleHead:
     """A random head: building one takes as long as some steps, so tests get copies."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return EagleHead(target.config, inputs)
+        return EagleHead(target.config, EagleShape(inputs=inputs))
 
 
 def eagle(target: TargetModel, noise: float | None, tree: str, **options: object) -> EagleDrafter:
     """An EAGLE drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
-    kind = EagleDrafter if noise is None else OracleEagle
+    inputs: Any = options.pop("inputs", SHIFTED)
     chosen = EagleOptions(tree=tree, **options)  # type: ignore[arg-type]
-    drafter = kind(target, copy.deepcopy(_head(target, chosen.inputs)), chosen)
-    if isinstance(drafter, OracleEagle):
-        drafter.noise = noise or 0.0
-    return drafter
-
-
-class OracleEagle3(OracleEagle, Eagle3Drafter):
-    """The same with an EAGLE-3 head."""
+    drafter = EagleDrafter(target, copy.deepcopy(_head(target, inputs)), chosen)
+    return drafter if noise is None else with_head(drafter, Oracle, noise)
 
 
 @lru_cache(maxsize=64)
@@ -144,7 +156,7 @@ def _eagle3_head(target: TargetModel, options: str) -> Any:
     given = ast.literal_eval(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        head: Any = Eagle3Drafter.build_module(target.config, given)
+        head: Any = new_head(Eagle3Drafter, target.config, **given)
         if (kept := given["draft_vocab_size"]) is not None:
             head.d2t.copy_(torch.randperm(target.vocab_size)[:kept].sort().values - torch.arange(kept))
     return head
@@ -155,27 +167,27 @@ def eagle3(target: TargetModel, noise: float | None, tree: str, kept: int | None
     given: dict[str, Any] = {"taps": [1, 2, 3], "draft_vocab_size": kept} | options
     head = copy.deepcopy(_eagle3_head(target, repr(given)))
     if noise is None:
-        return Eagle3Drafter(target, head, Eagle3Options(tree=tree, **given))  # type: ignore[arg-type]
+        return new_drafter(Eagle3Drafter, target, head, tree=tree, **given)
     rows = target.model.get_output_embeddings().weight.detach()
     head.lm_head.weight.data.copy_(rows if kept is None else rows[head.d2t + torch.arange(kept)])
-    drafter = OracleEagle3(target, head, Eagle3Options(tree=tree, **given))  # type: ignore[arg-type]
-    drafter.noise, drafter.lm_head.enter = noise, identity
+    drafter = with_head(new_drafter(Eagle3Drafter, target, head, tree=tree, **given), Oracle, noise)
+    drafter.lm_head.enter = identity
     return drafter
 
 
-class OracleMedusa(MedusaDrafter):
-    """Medusa whose heads know the target's own features along its greedy continuation, plus ``noise`` (relative)."""
+class OracleHeads(ParallelHeads):
+    """Medusa heads that know the target's own features along its greedy continuation, plus ``noise`` (relative)."""
 
     noise = 0.0
 
-    def propose(self, state: DecodeState) -> DraftTree:
+    def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
         self._committed = [list(row) for row in state.tokens]
-        return super().propose(state)
+        return super().slots(state, plan)
 
-    def _states(self, feature: torch.Tensor) -> torch.Tensor:
-        states = super()._states(feature)  # the heads still run
+    def states(self, feature: torch.Tensor) -> torch.Tensor:
+        states = super().states(feature)  # the heads still run
         for row, tokens in enumerate(self._committed):
-            for head in range(self.heads):
+            for head in range(len(self.module)):
                 true = features_after(self.target, [tokens])[tuple(tokens)]
                 generator = torch.Generator().manual_seed(len(tokens))
                 scale = self.noise * true.float().pow(2).mean().sqrt()
@@ -189,40 +201,33 @@ def medusa(
 ) -> MedusaDrafter:
     """A Medusa drafter with random heads; ``noise`` makes it an oracle, None leaves the heads as they are."""
     torch.manual_seed(3)
-    module = MedusaHeads(target.config, heads, layers, own_lm_heads=bool(options.get("own_lm_heads")))
+    own = bool(options.pop("own_lm_heads", False))
+    module = MedusaHeads(target.config, MedusaShape(heads=heads, layers=layers, own_lm_heads=own))
     for weights in module.parameters():
         torch.nn.init.normal_(weights, std=0.1)
-    kind = MedusaDrafter if noise is None else OracleMedusa
-    given = MedusaOptions(tree=tree, heads=heads, layers=layers, **options)  # type: ignore[arg-type]
-    drafter = kind(target, module, given)
-    if isinstance(drafter, OracleMedusa):
-        drafter.noise = noise or 0.0
-    return drafter
+    drafter = MedusaDrafter(target, module, MedusaOptions(tree=tree, **options))  # type: ignore[arg-type]
+    return drafter if noise is None else with_head(drafter, OracleHeads, noise)
 
 
-class OracleBlock(DFlashDrafter):
-    """A block drafter whose slots know the target's features along its greedy continuation, plus ``noise`` (relative).
+class OracleBlock(BlockHead):
+    """A block head whose slots know the target's features along its greedy continuation, plus ``noise`` (relative).
 
-    The head still runs, so that its cache, masks and positions are used as always.
+    The layers still run, so that cache, masks and positions are used as always.
     """
 
     noise = 0.0
 
-    def _states(self, state: DecodeState) -> torch.Tensor:
-        states = super()._states(state)
+    def states(self, state: DecodeState) -> torch.Tensor:
+        states = super().states(state)
         for row, known in enumerate(state.tokens):
             tokens = list(known)
-            for slot in range(self.depth):
+            for slot in range(states.shape[1]):
                 true = features_after(self.target, [tokens])[tuple(tokens)]
                 generator = torch.Generator().manual_seed(len(tokens))
                 scale = self.noise * true.float().pow(2).mean().sqrt()
                 states[row, slot] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
                 tokens.append(int(self.target.lm_head(true).argmax()))
         return states
-
-
-class OracleDSpark(OracleBlock, DSparkDrafter):
-    """The same with DSpark's heads."""
 
 
 def shaken(module: Any) -> Any:
@@ -237,30 +242,23 @@ def shaken(module: Any) -> Any:
 
 
 BLOCK: dict[str, Any] = {"block_size": 5, "mask_token_id": 2, "taps": [1, 2, 3], "layers": 2}
-BLOCK_KINDS: dict[str, tuple[type[DFlashDrafter], type[OracleBlock], type[BlockOptions]]] = {
-    "dflash": (DFlashDrafter, OracleBlock, BlockOptions),
-    "dspark": (DSparkDrafter, OracleDSpark, DSparkOptions),
-}
 
 
 def block_drafter(
     name: str, target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any
 ) -> Any:
     """A drafter with a random head (``shaken``); ``noise`` makes it an oracle."""
-    kind, oracle, schema = BLOCK_KINDS[name]
     given = BLOCK | {"layout": layout, "tree": tree} | options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        head: Any = kind.build_module(target.config, given)
+        head = new_head(name, target.config, **given)
         if (kept := given.get("draft_vocab_size")) is not None:
             ids = torch.randperm(target.vocab_size)[:kept].sort().values
             head.d2t.copy_(ids - torch.arange(kept))
             head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
     if noise is None:
-        return kind(target, shaken(head), schema(**given))
-    drafter = oracle(target, head, schema(**given))
-    drafter.noise = noise
-    return drafter
+        return new_drafter(name, target, shaken(head), **given)
+    return with_head(new_drafter(name, target, head, **given), OracleBlock, noise)
 
 
 def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:
@@ -291,13 +289,14 @@ def quiet_depths(scale: float) -> Callable[[str], PreTrainedModel]:
 def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDrafter:
     """A Kangaroo drafter; ``rigged``: the adapter passes exit states to the target's own final norm."""
     torch.manual_seed(2)
-    module = KangarooAdapter(target.config, own_lm_head=bool(options.get("own_lm_head")))
+    own = bool(options.pop("own_lm_head", False))
+    module = KangarooAdapter(target.config, KangarooShape(exit_layer=EXIT_LAYER, own_lm_head=own))
     if rigged:
         module.layers[0].self_attn.o_proj.weight.data.zero_()  # type: ignore[union-attr, operator]
         module.norm.weight.data.copy_(target.body.norm.weight)
-        if options.get("own_lm_head"):
+        if own:
             module.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight)
-    return KangarooDrafter(target, module, KangarooOptions(exit_layer=EXIT_LAYER, **options))  # type: ignore[arg-type]
+    return KangarooDrafter(target, module, KangarooOptions(**options))  # type: ignore[arg-type]
 
 
 # A machine on which rows are cheap: a draft pass takes a tenth of a forward, a row of a verification a hundredth.

@@ -9,7 +9,7 @@ from test_mjsd import state_of
 
 from drafters import Sampling
 from drafters.drafting.beam_search import _candidates, beam_search, is_end, trace_back, until_end
-from drafters.methods.mjsd import MJSDDrafter
+from drafters.methods.papers.mjsd import MJSDDrafter
 
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 1.0, 0.0, -1.0, -3.0])
 
@@ -48,7 +48,7 @@ def test_beams_equal_a_search_by_whole_texts() -> None:
         drafter, state = MJSDDrafter.from_options(model, draft_model=model, gamma=4, beams=width), state_of(model, ids)
         with torch.inference_mode():
             drafter.begin(state, None)  # type: ignore[arg-type]
-            models, features = (model, drafter.lm_head, drafter._cache), drafter._catch_up(state)
+            models, features = (model, drafter.lm_head, drafter.head.cache), drafter._catch_up(state)
             levels = beam_search(*models, features, length, width, Sampling(), eos)
         found = trace_back(levels, torch.arange(len(levels[-1].tokens)))
         assert found.tokens.tolist() == [tail for _, tail in beams]

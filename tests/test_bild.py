@@ -8,7 +8,7 @@ from rigged import perturbed
 from drafters import Sampling, generate
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.bild import BiLDDrafter, Rollback
+from drafters.methods.papers.bild import BiLDDrafter, Rollback
 
 TestItself = conformance.suite(
     lambda target: BiLDDrafter.from_options(target, draft_model=target, gamma=4, fallback=0.0, rollback=50.0),

@@ -1,6 +1,6 @@
 """One block of three tokens by enumeration: all drafts, all trials and all bonus tokens of the code that decodes.
 
-``fill``, ``grow_likeliest``, the slots of DFlash and DSpark and ``verify_sampled`` run as they are. Only their random
+``fill``, ``likeliest``, the slots of DFlash and DSpark and ``verify_sampled`` run as they are. Only their random
 numbers are replaced: a draw returns each of its outcomes in turn, and the chance of a trial is the uniform number at
 which its verdict changes, found by bisection. So the smallest bias shows.
 """
@@ -17,12 +17,13 @@ import torch
 from enumeration import VOCAB, P, after
 from torch import Tensor
 
-from drafters.drafting import tree_plan
-from drafters.drafting.block_tree import Marginals, fill, grow_likeliest
+from drafters.drafting import grow, tree_plan
+from drafters.drafting.grow import Marginals, fill, likeliest
+from drafters.heads.block.dspark import MarkovHead
 from drafters.loop import acceptance
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
-from drafters.methods.dspark import MarkovHead, MarkovSlots
+from drafters.methods.block import MarkovSlots
 
 DEPTH, RANK, HIDDEN = 2, 4, 6
 NEW = DEPTH + 1  # tokens that are compared
@@ -94,12 +95,12 @@ class Draws:
 def drafts(kind: str, tree: str, sampling: Sampling, scale: float) -> Iterator[tuple[float, DraftTree]]:
     """All drafts, and the chance of each."""
     if tree == "tree":
-        yield 1.0, grow_likeliest(slots_of(kind, scale), DEPTH, 2, 4)
+        yield 1.0, likeliest(slots_of(kind, scale), DEPTH, 2, 4)
         return
     plan, todo = tree_plan.tree_plan(PLANS[tree], torch.device("cpu")), [list[int]()]
     while todo:
         draws = Draws(todo.pop())
-        with mock.patch.object(tree_plan, "draw_without_replacement", draws):
+        with mock.patch.object(grow, "draw_without_replacement", draws):
             draft = fill(slots_of(kind, scale), plan, sampling, None)
         todo += draws.others
         yield draws.chance, draft

@@ -12,15 +12,14 @@ from rigged import BLOCK, block_drafter
 from test_eagle3_layouts import LAYERS, rewrite, save_target, written
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.heads.block.shape import BlockShape, DSparkShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.block_export import why_not
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export, served_by, serving
 from drafters.layouts.state_heads import told_state
-from drafters.methods.dflash import BlockOptions
-from drafters.methods.dspark import DSparkOptions
 
-OPTIONS: dict[str, type[BlockOptions]] = {"dflash": BlockOptions, "dspark": DSparkOptions}
+SHAPES: dict[str, type[BlockShape]] = {"dflash": BlockShape, "dspark": DSparkShape}
 FIRST = {"layout": "anchor-first"}
 RELEASED = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 40}
 # Program, method, options.
@@ -66,7 +65,7 @@ def same(one: str | Path, other: str | Path) -> None:
     before, after = load_checkpoint(str(one)), load_checkpoint(str(other))
     method = before[0]["drafter_type"]
     assert method == after[0]["drafter_type"]
-    assert OPTIONS[method](**before[0]["drafter"]) == OPTIONS[method](**after[0]["drafter"])
+    assert SHAPES[method](**before[0]["drafter"]) == SHAPES[method](**after[0]["drafter"])
     assert before[1].keys() == after[1].keys()
     assert all(torch.equal(value, after[1][name]) and value.dtype == after[1][name].dtype
                for name, value in before[1].items())  # fmt: skip
@@ -205,7 +204,7 @@ def test_what_a_program_cannot_serve_is_refused(
     refused = served_by(method, given, target.config)
     assert refused[to] is not None
     if (to, method) != ("official", "dspark"):
-        assert refused[to] == why_not(to, OPTIONS[method](**given), target.config)
+        assert refused[to] == why_not(to, SHAPES[method](**given), target.config)
 
 
 def test_every_program_serves_the_usual_head(target: TargetModel) -> None:
@@ -230,7 +229,7 @@ def test_a_released_head_of_another_shape_computes_as_published(target: TargetMo
     rewrite(tmp_path / "released", config, weights)
     notes = convert(str(tmp_path / "released"), target.name, tmp_path / "ours")
     assert any("max_position_embeddings is 2,048" in note for note in notes)
-    options = BlockOptions(**load_checkpoint(tmp_path / "ours")[0]["drafter"])
+    options = BlockShape(**load_checkpoint(tmp_path / "ours")[0]["drafter"])
     assert options.shape.model_dump() == shape and options.taps == BLOCK["taps"] and options.layout == "fill-in"
     same_target = TargetModel.from_pretrained(target.name, "float32", "cpu")
     drafter: Any = load_drafter(str(tmp_path / "ours"), same_target, tree="chain")

@@ -15,9 +15,9 @@ from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.autoregressive import AutoregressiveDrafter
-from drafters.methods.cascade import CascadeDrafter
-from drafters.methods.mjsd import MJSDDrafter
-from drafters.methods.spectr import SpecTrDrafter
+from drafters.methods.papers.cascade import CascadeDrafter
+from drafters.methods.papers.mjsd import MJSDDrafter
+from drafters.methods.papers.spectr import SpecTrDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 
 

@@ -5,8 +5,8 @@ from rigged import perturbed
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.loop.state import DecodeState
-from drafters.methods.cascade import CascadeDrafter
-from drafters.methods.lookahead import LookaheadDrafter
+from drafters.methods.papers.cascade import CascadeDrafter
+from drafters.methods.papers.lookahead import LookaheadDrafter
 
 
 class Primed(LookaheadDrafter):

@@ -5,7 +5,7 @@ from rigged import perturbed
 from tiny import build
 
 from drafters import TargetModel
-from drafters.methods.specinfer import SpecInferDrafter
+from drafters.methods.papers.specinfer import SpecInferDrafter
 
 
 def mixed(target: TargetModel) -> SpecInferDrafter:

@@ -5,7 +5,7 @@ from rigged import perturbed
 from tiny import build
 
 from drafters import TargetModel
-from drafters.methods.spectr import SpecTrDrafter
+from drafters.methods.papers.spectr import SpecTrDrafter
 
 
 def stranger(target: TargetModel) -> SpecTrDrafter:

@@ -35,7 +35,7 @@ def test_programs_know_the_method(tmp_path, capsys):
     line = tiny_run.command("step", tmp_path, tiny_run.settings(target.name, features, tmp_path / "run"), "--dry-run")
     assert tiny_run.main("step", [*line[2:], "--device", "H200"]) == 0
     said = capsys.readouterr().out
-    assert "StepHead, 7,008 parameters" in said and "GFLOP a token" in said
+    assert "StepModule, 7,008 parameters" in said and "GFLOP a token" in said
     shape = ["--shape", "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48", "--method", "step"]
     assert throughput.main([*shape, "--rounds", "1", "--steps", "1", "--tokens", "100", "precision=float32"]) == 0
     assert "times the tokens/s" in capsys.readouterr().out
@@ -62,6 +62,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("drafters.methods", "train"):
         place = folder / package.replace(".", "/")
         paths.append(f"import {package}\n{package}.__path__.append({str(place)!r})\n")
+    paths.append('drafters.methods.METHODS |= {"bigram": "bigram:BigramDrafter", "step": "step:StepDrafter"}\n')
     (folder / "tests" / "conftest.py").write_text("".join(paths))
     (folder / "tests" / "test_programs_of_examples.py").write_text(PROGRAMS)
     return folder

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.convert import main
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.convert import convert
 from drafters.layouts.export import export
-from drafters.methods.eagle import EagleDrafter, EagleHead
+from drafters.methods.eagle import EagleDrafter
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -49,7 +51,7 @@ def release(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], pi
 def eagle_weights(target: TargetModel, bias: float | None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A head's tensors by their published names, with the embedding; ``bias``: the largest of fc's."""
     torch.manual_seed(4)
-    module = EagleHead(target.config, bias=bias is not None)
+    module = EagleHead(target.config, EagleShape(fc_bias=bias is not None))
     if bias is not None:
         nn.init.uniform_(module.fc.bias, -bias, bias)
     weights = {name: value.to(dtype) for name, value in module.state_dict().items()}
@@ -78,9 +80,9 @@ def test_a_head_with_a_bias_drafts_as_published(
     for engine in ("stock", "fused", "graphs"):
         same = TargetModel.from_pretrained(target.name, "float32", "cpu", engine=engine)
         drafter = load_drafter(str(tmp_path / "ours"), same, tree="chain")
-        assert isinstance(drafter, EagleDrafter) and drafter.settings.fc_bias
-        drafter._cache = same.new_cache(1, 32, layers=1)
-        assert_equal(same.lm_head(drafter._extend(features, following))[0], logits)
+        assert isinstance(drafter, EagleDrafter) and drafter.module.shape.fc_bias
+        drafter.head.cache = same.new_cache(1, 32, layers=1)
+        assert_equal(same.lm_head(drafter.head.extend(features, following))[0], logits)
     plain = generate(target, make_drafter("autoregressive", target), [PROMPT], max_new_tokens=8).tokens
     assert torch.equal(generate(same, drafter, [PROMPT], max_new_tokens=8).tokens, plain)
 
@@ -106,7 +108,7 @@ def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> 
     main([source, "--target", target.name, "--out", str(tmp_path / "ours"), "--exit-layer", str(EXIT)])
     drafter: Any = load_drafter(str(tmp_path / "ours"), target)
     exits = target.features(torch.tensor([PROMPT]), taps=(EXIT,)).taps[EXIT]
-    assert drafter.exit_layer == EXIT
+    assert drafter.taps == (EXIT,)
     published = kangaroo_states(weights, target.config, exits[0]) @ target.model.lm_head.weight.double().T
     assert_equal(target.lm_head(drafter.module(exits, torch.arange(len(PROMPT))[None]))[0], published)
     head = release(tmp_path / "head", released_config(target, bias=False), eagle_weights(target, None))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from drafters import TargetModel, generate
 from drafters.config import UNSHIFTED
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DraftHead
 from drafters.model.rows import Rows
 from drafters.policy.costs import Curve
@@ -25,7 +27,7 @@ def drafter_of(name: str, bias: bool = False, **options: Any) -> EagleDrafter:
     """A head of no training, and no small weights, on a target in bf16."""
     target = TargetModel(model_of(name, torch.bfloat16))
     torch.manual_seed(1)
-    head = EagleHead(target.config, bias=bias)
+    head = EagleHead(target.config, EagleShape(fc_bias=bias))
     for weights in head.parameters():
         weights.data.normal_(std=0.15) if weights.dim() == 2 else weights.data.uniform_(0.5, 1.5)
     head.register_buffer(DRAFT_IDS, torch.randperm(97)[:60].int())
@@ -57,18 +59,18 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
     a bias left out, rows of the cache written elsewhere, and candidates that are not the likeliest."""
     drafter = drafter_of(name, **options)
     target, head, behind = drafter.target, drafter.lm_head, 21
-    run = drafter._one_call
+    run = drafter.head.one_call
     assert run is not None
     generator = torch.Generator().manual_seed(rows)
     features = torch.randn(1, behind + rows, target.hidden_size, generator=generator).bfloat16()
     tokens = torch.randint(0, 97, (1, behind + rows), generator=generator)
     caches = [target.new_cache(1, 100, layers=1) for _ in range(2)]
     for cache in reversed(caches):
-        drafter._cache = cache
-        drafter._extend(features[:, :behind], tokens[:, :behind])
+        drafter.head.cache = cache
+        drafter.head.extend(features[:, :behind], tokens[:, :behind])
         cache.commit_first([behind])
     head.read([tokens[0].tolist()])
-    theirs = drafter._extend(features[:, behind:], tokens[:, behind:])[:, -1:]
+    theirs = drafter.head.extend(features[:, behind:], tokens[:, behind:])[:, -1:]
     ours, *found = run(features[0, behind:], range(rows), tokens[0, behind:].tolist(), caches[1], RANKS, judged=1)
     ours = ours[-1:]
     for cache in caches:
@@ -84,7 +86,7 @@ def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> No
             see[0, row, others] = True
         depths = torch.tensor([[len(others) - 1 for others in seen]])
         alone = len(new) == 1
-        theirs = drafter._extend(
+        theirs = drafter.head.extend(
             theirs[:, parents], torch.tensor([given]), Rows(offset=before) if alone else Rows(see, depths, before)
         )
         ours, *found = run(ours, parents, given, caches[1], RANKS, None if alone else new, before)
@@ -112,7 +114,7 @@ def test_decoding_is_the_same(tree: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for one_call in (True, False):
         depth = {"depth": 3} if tree == "chain" else {}
         drafter = drafter_of("llama", tree=tree, draft_vocab=37, draft_text=20, **depth)
-        drafter._one_call = drafter._one_call if one_call else None
+        drafter.head.one_call = drafter.head.one_call if one_call else None
         result = generate(drafter.target, drafter, [prompt(30)], max_new_tokens=40, eos_token_id=NO_EOS)
         found.append((rows_of(result), [(step.drafted, step.depth, step.accepted) for step in result.trace.steps]))
     assert found[0] == found[1] and max(depth for _, depth, _ in found[0][1]) >= 3
@@ -121,9 +123,9 @@ def test_decoding_is_the_same(tree: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_there_is_no_such_call() -> None:
     """Catches kernels for bf16 handed other values, and heads that read something else run as if they read both."""
     target = TargetModel(model_of("llama", torch.float32))
-    assert EagleDrafter(target, EagleHead(target.config), EagleOptions())._one_call is None
+    assert EagleDrafter(target, EagleHead(target.config), EagleOptions()).head.one_call is None
     target = TargetModel(model_of("llama", torch.bfloat16))
-    reads = EagleOptions(inputs=UNSHIFTED)
-    assert EagleDrafter(target, EagleHead(target.config, UNSHIFTED), reads)._one_call is None
+    reads = EagleOptions()
+    assert EagleDrafter(target, EagleHead(target.config, EagleShape(inputs=UNSHIFTED)), reads).head.one_call is None
     eager = TargetModel(model_of("llama", torch.bfloat16), engine="stock")
-    assert EagleDrafter(eager, EagleHead(eager.config), EagleOptions())._one_call is None
+    assert EagleDrafter(eager, EagleHead(eager.config), EagleOptions()).head.one_call is None

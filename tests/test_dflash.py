@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from block_reference import block_states, markov_bias
+from by_keys import new_head
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from rigged import BLOCK, Cycling, block_costs, block_drafter, dflash, dspark
 from test_eagle import path_of
@@ -15,13 +16,12 @@ from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
 from drafters import TargetModel, generate, generate_many, load_drafter
-from drafters.drafting.block_tree import Marginals, fill, grow_likeliest
+from drafters.drafting.grow import Marginals, fill, likeliest
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods import dflash as dflash_file
-from drafters.methods.dflash import DFlashDrafter
-from drafters.methods.dspark import DSparkDrafter
+from drafters.methods.block import DFlashDrafter, DSparkDrafter
 from drafters.model.runner import StockLayer
+from drafters.policy import shaper as shaper_file
 from drafters.policy.truncation import Truncation
 
 Case = tuple[str, dict[str, Any]]
@@ -70,13 +70,13 @@ def test_a_training_pass_is_the_one_described(case: str) -> None:
         own = slice(number * size, (number + 1) * size)
         see[own, :anchor] = True
         inside = torch.ones(size, size).bool()
-        see[own, len(known) + own.start : len(known) + own.stop] = inside.tril() if drafter.given.causal else inside
+        see[own, len(known) + own.start : len(known) + own.stop] = inside.tril() if head.shape.causal else inside
     positions = torch.cat([torch.arange(len(known)), *(torch.arange(size) + anchor for anchor in anchors)])
     found = head(states[None], torch.cat(blocks)[None], positions[None], see[None, None])[0].split(size)
     for anchor, block, rows in zip(anchors, blocks, found, strict=True):
-        expected = block_states(head.state_dict(), head.config, states[:anchor], block, drafter.given.causal)
+        expected = block_states(head.state_dict(), head.config, states[:anchor], block, drafter.module.shape.causal)
         torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)
-    if not drafter.given.causal:  # without a mask: one block behind all of the context
+    if not drafter.module.shape.causal:  # without a mask: one block behind all of the context
         alone = head(states[None, :4], blocks[0][None], positions[None, [0, 1, 2, 3, *range(4, 4 + size)]])
         torch.testing.assert_close(alone[0], found[0], atol=1e-5, rtol=1e-5)
 
@@ -110,7 +110,7 @@ class Described:
 
     def states(self, known: list[int]) -> Tensor:
         """``[D, H]`` of the slots that predict."""
-        drafter, given = self.drafter, self.drafter.given
+        drafter, given = self.drafter, self.drafter.module.shape
         context = tapped(drafter.target, drafter, known)[:-1]
         block = embedded(drafter.target, known[-1])
         rows = block_states(self.weights, drafter.module.config, context, block, given.causal)
@@ -118,7 +118,7 @@ class Described:
 
     def logits(self, known: list[int], path: list[int]) -> Tensor:
         """``[V]`` of the children of ``path``."""
-        drafter, given, rows = self.drafter, self.drafter.given, self.states(known)
+        drafter, given, rows = self.drafter, self.drafter.module.shape, self.states(known)
         scores = self.own @ rows[len(path)]
         if isinstance(drafter, DSparkDrafter):
             scores = scores + markov_bias(self.weights, given.markov_head, [known[-1], *path], rows)
@@ -161,7 +161,7 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
     if tree == "auto":
         drafter.policy = Cycling()
         drafter.policy.shapes = (((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)),)
-    propose, slots, described, counts = drafter.propose, drafter.slots, Described(drafter), []
+    propose, scored, described, counts = drafter.propose, drafter.head.scored, Described(drafter), []
 
     def compared(state: DecodeState) -> DraftTree:
         draft = propose(state)
@@ -172,9 +172,9 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
         for row, known in enumerate(state.tokens):
             if not state.finished[row]:
                 torch.testing.assert_close(states[row], described.states(known), atol=1e-5, rtol=1e-5)
-        return slots(states, state)
+        return scored(states, state)
 
-    with mock.patch.object(drafter, "propose", compared), mock.patch.object(drafter, "slots", with_states):
+    with mock.patch.object(drafter, "propose", compared), mock.patch.object(drafter.head, "scored", with_states):
         options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": NO_EOS, "temperature": temperature}
         generate(target, drafter, [prompt(9), prompt(2, 1), prompt(1, 2)], **options)
     assert len(counts) > 9
@@ -192,7 +192,7 @@ def test_other_engines_draft_the_same(engine: Any, case: str) -> None:
     if engine == "stock":
         drafter.module.layers[0].register_forward_hook(lambda *given: None)  # so that it cannot be fused
         drafter = type(drafter)(target, drafter.module, drafter.settings)
-        assert isinstance(drafter._block.layers[0].layer, StockLayer)
+        assert isinstance(drafter.head.block.layers[0].layer, StockLayer)
     propose = drafter.propose
 
     def compared(state: DecodeState) -> DraftTree:
@@ -226,7 +226,7 @@ def test_the_estimate_reads_earlier_tokens_only(layout: str, confidence: bool) -
             for slot, found in enumerate(certainty[row]):
                 before = [known[-1], *tokens[row, :slot].tolist()]
                 if confidence:
-                    place = states[slot + drafter.given.first_slot]
+                    place = states[slot + drafter.module.shape.first_slot]
                     inputs = torch.cat([place, described.weights["markov_head.markov_w1.weight"][before[-1]]])
                     weights = described.weights["confidence_head.proj.weight"][0]
                     expected = weights @ inputs + described.weights["confidence_head.proj.bias"][0]
@@ -243,10 +243,10 @@ def test_the_estimate_reads_earlier_tokens_only(layout: str, confidence: bool) -
         drafts.append(fill(*given))
         return drafts[-1]
 
-    with mock.patch.object(Truncation, "length", length), mock.patch.object(dflash_file, "fill", noted):
+    with mock.patch.object(Truncation, "length", length), mock.patch.object(shaper_file, "fill", noted):
         options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": NO_EOS, "temperature": 1.0}
         generate(target, drafter, [prompt(9), prompt(2, 1)], **options)
-    assert set(counts) == set(range(drafter.depth))
+    assert set(counts) == set(range(drafter.shaper.depth))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
@@ -281,7 +281,7 @@ def test_the_tree_has_the_likeliest_nodes(shared: bool) -> None:
         base = torch.randn(2, 3, 6, generator=generator)
         bigram = torch.randn(6, 6, generator=generator)
         slots: Any = Marginals(base) if shared else Bigrams(base, bigram)
-        draft = grow_likeliest(slots, 3, 4, nodes)
+        draft = likeliest(slots, 3, 4, nodes)
         for row in range(2):
             scores = {}
             for depth in (1, 2, 3):
@@ -335,7 +335,7 @@ def test_a_checkpoint_drafts_the_same(case: str, tmp_path: Any) -> None:
     drafter = made(target, CASES[case], "chain", depth=3)
     drafter.save_pretrained(tmp_path)
     again: Any = load_drafter(tmp_path, target)
-    assert again.name == CASES[case][0] and again.taps == (1, 2, 3) and again.depth == 3
+    assert again.name == CASES[case][0] and again.taps == (1, 2, 3) and again.shaper.depth == 3
     assert again.settings == drafter.settings and again.lm_head.width == drafter.lm_head.width
     for name, weights in drafter.module.state_dict().items():
         stored = weights.bfloat16().to(weights) if weights.is_floating_point() else weights
@@ -349,15 +349,15 @@ def test_the_layout_is_always_written(layout: str) -> None:
     assert drafter.drafter_config()["layout"] == layout
     given = {key: value for key, value in drafter.drafter_config().items() if key != "layout"}
     with pytest.raises(ValueError, match="layout: a block does not .* set it to fill-in .* or to anchor-first"):
-        DSparkDrafter.build_module(drafter.target.config, given)
+        new_head(DSparkDrafter, drafter.target.config, **given)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"taps": [1, 9]}, "taps are .* 9 is no state of it; give numbers from 0"),
-        ({"draft_vocab_size": VOCAB_SIZE + 1}, "vocabulary has 97 tokens; leave it out"),
-        ({"mask_token_id": VOCAB_SIZE}, "mask_token_id is 97, and the vocabulary of .* has 97 tokens"),
+        ({"draft_vocab_size": VOCAB_SIZE + 1}, "vocabulary has 97 tokens; give at most that"),
+        ({"mask_token_id": VOCAB_SIZE}, "mask_token_id is 97, and the target's vocabulary has 97 tokens"),
         ({"depth": 5}, "depth is 5, and a block of 5 rows with layout fill-in predicts 4 tokens"),
         ({"tree": "tree", "truncate": True}, "truncate cuts chains, and tree is tree"),
         ({"layout": "anchor_first"}, "layout: Input should be 'fill-in' or 'anchor-first'"),
@@ -379,7 +379,7 @@ def test_a_draft_ends_with_its_limit() -> None:
     run = target.runner.run
 
     def seen(part: Any, inputs: Any, *given: Any) -> Any:
-        if part is drafter._block:
+        if part is drafter.head.block:
             blocks.append(inputs[0].shape[1])
         return run(part, inputs, *given)
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, VOCAB, WARPS, deviation, toy
-from rigged import OracleEagle, OracleMedusa, eagle, kangaroo, medusa, perturbed, quiet_depths
+from rigged import Oracle, OracleHeads, eagle, kangaroo, medusa, perturbed, quiet_depths, with_head
 from tiny import build
 from torch import Tensor
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.drafting import draft_model
+from drafters.heads.eagle.module import EagleHead
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.methods.medusa import MedusaDrafter
-from drafters.methods.specinfer import SpecInferDrafter
-from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, TextTokens, kept_ids
+from drafters.methods.eagle import EagleDrafter, EagleOptions
+from drafters.methods.papers.specinfer import SpecInferDrafter
+from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, TextTokens, kept_ids, listed_head
 
 Options = dict[str, Any]
 # ids, options of the drafter -> the drafter, whose draft model (or oracle) is often right.
@@ -50,10 +50,9 @@ def listing(model: TargetModel, ids: Tensor) -> TargetModel:
 def with_ids(drafter: LearnedDrafter, ids: Tensor, options: Options) -> Any:
     """A learned drafter again, its module with ``ids``."""
     drafter.module.register_buffer(DRAFT_IDS, ids)
-    made = type(drafter)(drafter.target, drafter.module, drafter.options(**drafter.drafter_config(), **options))
-    if isinstance(made, OracleEagle | OracleMedusa):
-        made.noise = drafter.noise  # type: ignore[attr-defined]
-    return made
+    made = type(drafter)(drafter.target, drafter.module, drafter.settings.model_copy(update=options))
+    rigs = [kind for kind in type(drafter.head).__mro__ if kind in (Oracle, OracleHeads)]
+    return with_head(made, rigs[0], drafter.head.noise) if rigs else made  # type: ignore[attr-defined]
 
 
 def eagle_with(tree: str, noise: float | None = 0.3, **shape: object) -> Make:
@@ -113,7 +112,7 @@ TestSpeculative = conformance.suite(
 def heads_of(drafter: Drafter) -> list[DraftHead]:
     """Its draft heads, or those of the first drafter within it."""
     within: Any = drafter.speculators[0] if isinstance(drafter, SpecInferDrafter) else drafter
-    return within.lm_heads if isinstance(within, MedusaDrafter) else [within.lm_head]
+    return within.head.lm_heads if isinstance(within, LearnedDrafter) else [within.lm_head]
 
 
 def decode(target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
@@ -285,14 +284,14 @@ def test_a_checkpoint_carries_its_ids(saved: Path) -> None:
     as_saved, fewer, whole = (load_drafter(str(saved), target, **more) for more in ({}, {"draft_vocab": 7}, WHOLE))
     assert as_saved.lm_head.ids.tolist()[:60] == ids.tolist() and fewer.lm_head.ids.tolist()[:60] == ids.tolist()
     assert (as_saved.lm_head.width, as_saved.lm_head.text, fewer.lm_head.text) == (97, 57, 90)
-    assert as_saved.lm_head.options() == {"draft_vocab": 40}
+    assert as_saved.drafter_config() == {"layer": "target", "tree": "chain", "draft_vocab": 40}
     none = load_drafter(str(saved), target, draft_text=0)
     assert none.lm_head.ids.tolist() == ids[:40].tolist()
-    assert none.lm_head.options() == {"draft_vocab": 40, "draft_text": 0}
+    assert none.drafter_config() == {"layer": "target", "tree": "chain", "draft_vocab": 40, "draft_text": 0}
     assert whole.lm_head.ids is None and whole.lm_head.width == target.vocab_size
     assert whole.module.draft_ids.tolist() == ids.tolist()
     with pytest.raises(
-        ValueError, match=r"draft_vocab is 61, .* lists the 60 most frequent.*draft_vocab=60.*train\.draft"
+        ValueError, match=r"draft_vocab is 61, .* lists the 60 most frequent.*draft_vocab=60.*train\.tools\.draft"
     ):
         load_drafter(str(saved), target, draft_vocab=61)
 
@@ -320,7 +319,7 @@ def test_ids_have_to_be_there() -> None:
     with pytest.raises(
         ValueError, match=r"draft_vocab is 8, .*no draft_ids.*leave draft_vocab out.*python -m train\.draft"
     ):
-        drafter.draft_head(EagleOptions(draft_vocab=8))
+        listed_head(target, drafter.module, EagleOptions(draft_vocab=8))
     with pytest.raises(ValueError, match=r"draft_vocab is 8, but tiny-llama does not say"):
         make_drafter("speculative", target, draft_model=target, draft_vocab=8)
 

@@ -11,10 +11,12 @@ from rigged import eagle, eagle3, kangaroo, medusa
 from test_draft_head import with_ids
 
 from drafters import generate
-from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from drafters.drafting.grow import fill, likeliest
+from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan
 from drafters.learned import LearnedDrafter
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree, Extra, tree_mask
+from drafters.methods.eagle import FeatureSlots
 from drafters.model.rows import Rows
 
 CPU = torch.device("cpu")
@@ -103,7 +105,7 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused(kind: str) -> None:
 
 
 class FakeHead:
-    """A drafter whose logits are a function of the path alone; features carry the path, so misrouted rows show."""
+    """A head whose logits are a function of the path alone; features carry the path, so misrouted rows show."""
 
     def __init__(self, logits_of: Logits) -> None:
         self.logits_of = logits_of
@@ -111,12 +113,16 @@ class FakeHead:
         self.nodes: list[int] = []
         self.forwards: list[int] = []
 
-    @property
-    def root(self) -> torch.Tensor:
-        return torch.zeros(1, 1, 1)
+        self.lm_head: Any = self
 
-    def lm_head(self, features: torch.Tensor) -> torch.Tensor:
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
         return torch.stack([self.logits_of(self.paths[int(f)]) for f in features[0, :, 0]])[None]
+
+    def tokens(self, places: torch.Tensor) -> torch.Tensor:
+        return places
+
+    def slots(self, plan: TreePlan | None) -> FeatureSlots:
+        return FeatureSlots(self, torch.zeros(1, 1, 1), plan)  # type: ignore[arg-type]
 
     def extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
         see, depths, offset = rows
@@ -159,7 +165,7 @@ def test_static_greedy_takes_top_children(paths: list[list[int]]) -> None:
     """Catches children taken from another node's logits, and leaves forwarded for nothing."""
     head = FakeHead(random_logits)
     plan = TreePlan(paths, CPU)
-    draft = grow_static(head.root, head.extend, head.lm_head, plan, Sampling(), None)
+    draft = fill(head.slots(plan), plan, Sampling(), None)
     ranks: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     for path in sorted(map(tuple, paths), key=lambda path: (len(path), path)):
         before = ranks[path[:-1]]
@@ -174,9 +180,8 @@ def test_static_sampled_names_the_q_it_drew_from(paths: list[list[int]]) -> None
     """Catches a q_row that points at another node's distribution: the output would be biased, and only at T > 0."""
     sampling = Sampling(temperature=1.5, top_k=6)
     head = FakeHead(random_logits)
-    draft = grow_static(
-        head.root, head.extend, head.lm_head, TreePlan(paths, CPU), sampling, torch.Generator().manual_seed(3)
-    )
+    plan = TreePlan(paths, CPU)
+    draft = fill(head.slots(plan), plan, sampling, torch.Generator().manual_seed(3))
     assert draft.q is not None and draft.q_row is not None and draft.valid is not None and bool(draft.valid.all())
     for node in range(draft.size):
         parent = int(draft.parents[0, node])
@@ -190,7 +195,7 @@ def test_static_marks_exhausted_support() -> None:
     """Catches zero-probability children handed to verification when top-k leaves fewer tokens than the tree wants."""
     head = FakeHead(random_logits)
     plan = TreePlan([[0], [1], [2], [3], [0, 0], [0, 1], [0, 2]], CPU)
-    draft = grow_static(head.root, head.extend, head.lm_head, plan, Sampling(1.0, top_k=2), torch.Generator())
+    draft = fill(head.slots(plan), plan, Sampling(1.0, top_k=2), torch.Generator())
     assert draft.valid is not None
     assert draft.valid[0].tolist() == [True, True, False, False, True, True, False]
 
@@ -209,7 +214,7 @@ def test_dynamic_is_closed_under_ties(kind: str, dtype: torch.dtype) -> None:
 
     for depth, top_k, nodes in ((5, 10, 59), (6, 4, 9), (5, 3, 5), (4, 5, 2), (5, 10, 14)):
         head = FakeHead(logits_of)
-        draft = grow_dynamic(head.root, head.extend, head.lm_head, depth, top_k, nodes)
+        draft = likeliest(head.slots(None), depth, top_k, nodes)
         parents = draft.parents[0].tolist()
         assert all(ROOT <= parent < node for node, parent in enumerate(parents))
         paths = [path_of(draft, node) for node in range(draft.size)]

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, make_drafter
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.heads.eagle.module import EagleHead
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
 from train.core.losses import Pairs
 from train.core.task import make_task

@@ -12,9 +12,11 @@ from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 
 OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")
 
@@ -40,7 +42,7 @@ def _features(drafter: EagleDrafter, known: list[int], path: list[int], made: Ma
     else:
         features = target.features(torch.tensor([known[:-1]])).features
     count = features.shape[1]
-    shift = 0 if drafter.inputs == UNSHIFTED else 1
+    shift = drafter.module.shape.token_shift
     embeddings = target.embed(torch.tensor([tokens[shift : shift + count]]))
     predicted = drafter.module(features, embeddings, torch.arange(count)[None])
     made[tuple(path)] = torch.cat([features, predicted[:, -1:]], dim=1)
@@ -153,7 +155,7 @@ def test_inputs_are_kept_with_the_head(inputs: HeadInputs, tmp_path: Path) -> No
     target = target_of("llama")
     eagle(target, None, "auto", inputs=inputs).save_pretrained(tmp_path)
     drafter = load_drafter(str(tmp_path), target)
-    assert isinstance(drafter, EagleDrafter) and drafter.inputs == inputs
+    assert isinstance(drafter, EagleDrafter) and drafter.module.shape.inputs == inputs
     assert any(name.startswith("fc") for name, _ in drafter.module.named_parameters()) == (inputs == UNSHIFTED)
     plain = generate(target, make_drafter("autoregressive", target), [prompt(8)], max_new_tokens=12)
     assert torch.equal(generate(target, drafter, [prompt(8)], max_new_tokens=12).tokens, plain.tokens)
@@ -178,13 +180,13 @@ def test_features_taken_in_are_true() -> None:
 
     def checked(state, draft, output, verdict) -> None:  # noqa: ANN001
         observe(state, draft, output, verdict)
-        features = drafter._pending.features
+        features = drafter.head.pending.features
         count = features.shape[1]
         accepted.append(count)
         known = state.tokens[0]
         true = target.features(torch.tensor([known[:-1]])).features[:, -count:]
         torch.testing.assert_close(features, true, atol=1e-4, rtol=1e-4)
-        assert drafter._cache.lengths[0] == len(known) - 1 - count
+        assert drafter.head.cache.lengths[0] == len(known) - 1 - count
 
     with mock.patch.object(drafter, "observe", checked):
         generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS)
@@ -210,7 +212,7 @@ def test_a_llama_layer_is_as_wide_as_a_dense_one() -> None:
         ("qwen3", {"intermediate_size": 80}, 80),
     ):
         config = AutoConfig.for_model(family, **sizes, **given)
-        names = dict(EagleHead(config, layer="llama").named_parameters())
+        names = dict(EagleHead(config, EagleShape(layer="llama")).named_parameters())
         assert names["layers.0.mlp.down_proj.weight"].shape == (64, wide)
         assert not any("q_norm" in name or "bias" in name or "expert" in name for name in names)
 

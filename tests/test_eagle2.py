@@ -17,10 +17,11 @@ from rigged import eagle
 from transformers import AutoTokenizer
 
 from drafters import TargetModel, generate, load_drafter
+from drafters.heads.eagle.module import EagleHead
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.methods.eagle import EagleDrafter, EagleHead
+from drafters.methods.eagle import EagleDrafter
 from drafters.model.target import FeatureOutput
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"

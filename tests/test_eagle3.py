@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from by_keys import new_head
 from conformance import NO_EOS, prompt, target_of
 from rigged import eagle3
 from test_eagle import path_of
@@ -14,9 +15,10 @@ from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
 from drafters import TargetModel, generate, load_drafter
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
+from drafters.methods.eagle import Eagle3Drafter, Eagle3Options
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {},
@@ -43,7 +45,7 @@ def turned(heads: Tensor, theta: float) -> Tensor:
 
 
 def described(
-    weights: dict[str, Tensor], config: Any, options: Eagle3Options, features: Tensor, tokens: Tensor
+    weights: dict[str, Tensor], config: Any, options: Eagle3Shape, features: Tensor, tokens: Tensor
 ) -> Tensor:
     """The head's layers over ``features [T, H]`` and embeddings ``tokens [T, H]``, as section 3.1 describes them."""
     eps, hidden, length = config.rms_norm_eps, features, len(features)
@@ -72,7 +74,7 @@ def described(
     return rms(hidden, weights["norm.weight"], eps) if options.norm_output else hidden
 
 
-def first_features(weights: dict[str, Tensor], config: Any, options: Eagle3Options, states: list[Tensor]) -> Tensor:
+def first_features(weights: dict[str, Tensor], config: Any, options: Eagle3Shape, states: list[Tensor]) -> Tensor:
     """``fc`` over the target's states ``[T, H]``, each or all of them normed."""
     eps = config.rms_norm_eps
     if options.fc_norm:
@@ -97,7 +99,7 @@ def test_the_head_is_the_one_described(variant: str) -> None:
     """Catches feature and embedding in the wrong order, a norm too few, a residual after the norm, another RoPE."""
     target = target_of("llama")
     head: Any = eagle3(target, None, "chain", **VARIANTS[variant]).module
-    drafter = Eagle3Drafter(target, head, options := eagle3_options(variant))
+    drafter, options = Eagle3Drafter(target, head, Eagle3Options()), eagle3_shape(variant)
     weights, ids = shaken(drafter), torch.tensor([prompt(11)])
     taps = target.features(ids, taps=drafter.taps).taps
     states = [taps[tap][0, :-1] for tap in drafter.taps]
@@ -110,11 +112,11 @@ def test_the_head_is_the_one_described(variant: str) -> None:
     torch.testing.assert_close(head.scored(found)[0], scored, atol=1e-5, rtol=1e-5)
 
 
-def eagle3_options(variant: str, **more: Any) -> Eagle3Options:
+def eagle3_shape(variant: str, **more: Any) -> Eagle3Shape:
     given = {"taps": [1, 2, 3]} | VARIANTS[variant] | more
     if (kept := given.pop("kept", None)) is not None:
         given["draft_vocab_size"] = kept
-    return Eagle3Options(**given)
+    return Eagle3Shape(**given)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -127,8 +129,8 @@ def test_drafts_equal_the_head_from_scratch(variant: str, tree: str, temperature
     """
     target = target_of("llama")
     drafter = eagle3(target, None, tree, depth=4, top_k=3, nodes=9, **VARIANTS[variant])
-    weights, head, options = shaken(drafter), drafter.module, drafter.settings
-    drafter = Eagle3Drafter(target, head, options)  # norms are copied
+    weights, head, options = shaken(drafter), drafter.module, drafter.module.shape
+    drafter = Eagle3Drafter(target, head, drafter.settings)  # norms are copied
     own = weights.get("lm_head.weight", target.model.get_output_embeddings().weight)
     ids = torch.arange(len(own)) + weights.get("d2t", 0)
 
@@ -200,7 +202,7 @@ def test_a_checkpoint_drafts_the_same(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"taps": [1, 9]}, "taps are .*tap 9 is no state of it"),
+        ({"taps": [1, 9]}, "taps are .* 9 is no state of it"),
         ({"norm_before_fc": True, "fc_norm": True}, "two norms in one place"),
         ({"own_lm_head": False, "draft_vocab_size": 8}, "leave one of them out"),
         ({"draft_vocab_size": VOCAB_SIZE + 1}, "vocabulary has"),
@@ -210,17 +212,17 @@ def test_contradictions_are_refused(change: dict[str, Any], told: str) -> None:
     """Catches a head that is built all the same, and fails or accepts nothing after hours."""
     target = target_of("llama")
     with pytest.raises(ValueError, match=told):
-        Eagle3Drafter.build_module(target.config, {"taps": [1, 2, 3]} | change)
+        new_head(Eagle3Drafter, target.config, **({"taps": [1, 2, 3]} | change))
 
 
 @pytest.mark.parametrize(("ids", "told"), [([5, 3, 9], "must increase"), ([5, 9, VOCAB_SIZE], "to 97, and it has 97")])
 def test_wrong_draft_tokens_are_refused(ids: list[int], told: str) -> None:
     """Catches ids stored where engines store offsets, and ids of another tokenizer."""
     target = target_of("llama")
-    head: Any = Eagle3Drafter.build_module(target.config, given := {"taps": [1], "draft_vocab_size": 3})
+    head: Any = new_head(Eagle3Drafter, target.config, taps=[1], draft_vocab_size=3)
     head.d2t.copy_(torch.tensor(ids) - torch.arange(3))
     with pytest.raises(ValueError, match=told):
-        Eagle3Drafter(target, head, Eagle3Options(**given))
+        Eagle3Drafter(target, head, Eagle3Options())
 
 
 def test_the_width_of_the_states() -> None:
@@ -228,7 +230,7 @@ def test_the_width_of_the_states() -> None:
     target = target_of("llama")
     drafter = eagle3(target, None, "chain", taps=[3, 1])
     output = target.features(torch.tensor([prompt(5)]), taps=(1, 3))
-    found = drafter.true_features(output)
+    found = drafter.head.true_features(output)
     assert torch.equal(found[..., :HIDDEN_SIZE], output.taps[3]) and torch.equal(
         found[..., HIDDEN_SIZE:], output.taps[1]
     )

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
 from drafters.layouts.eagle3_export import why_not
 from drafters.layouts.export import check, export, served_by
 from drafters.layouts.state_heads import told_state
-from drafters.methods.eagle3 import Eagle3Options
 
 LAYERS, USUAL = 7, [2, 3, 4]  # n layers; the states 2, n // 2 and n - 3
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -78,7 +78,7 @@ def test_there_and_back_is_bit_for_bit(form: str, dtype: torch.dtype, target: Ta
     assert check(tmp_path / "there", form, target.name).endswith(f", for {target.name}")
     convert(str(tmp_path / "there"), target.name, tmp_path / "back")
     before, after = load_checkpoint(head), load_checkpoint(tmp_path / "back")
-    ours, read = (Eagle3Options(**config["drafter"]) for config, _ in (before, after))
+    ours, read = (Eagle3Shape(**config["drafter"]) for config, _ in (before, after))
     assert ours == read
     assert before[1].keys() == after[1].keys()
     assert all(torch.equal(value, after[1][name]) and value.dtype == after[1][name].dtype
@@ -183,7 +183,7 @@ def test_what_a_program_cannot_serve_is_refused(
         export(save_head(tmp_path / "head", target, **options), to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     refused = served_by("eagle3", {"taps": USUAL} | options, target.config)
-    assert refused[to] == why_not(to, Eagle3Options(**{"taps": USUAL} | options), target.config) is not None
+    assert refused[to] == why_not(to, Eagle3Shape(**{"taps": USUAL} | options), target.config) is not None
     assert served_by("eagle3", {"taps": USUAL}, target.config) == dict.fromkeys(refused)
 
 
@@ -208,7 +208,7 @@ def test_a_head_of_another_shape_drafts_as_published(target: TargetModel, tmp_pa
         "is the target's, and was",
     ):
         assert any(told in note for note in notes), told
-    options = Eagle3Options(**load_checkpoint(tmp_path / "ours")[0]["drafter"])
+    options = Eagle3Shape(**load_checkpoint(tmp_path / "ours")[0]["drafter"])
     assert options.shape.model_dump() == shape
     same = TargetModel.from_pretrained(target.name, "float32", "cpu")
     drafter: Any = load_drafter(str(tmp_path / "ours"), same, tree="chain")
@@ -217,8 +217,8 @@ def test_a_head_of_another_shape_drafts_as_published(target: TargetModel, tmp_pa
     states, tokens = [taps[tap][0, :-1] for tap in USUAL], same.embed(ids[0, 1:])
     own, layer = made.module.state_dict(), made.module.config
     expected = described(own, layer, options, first_features(own, layer, options, states), tokens)
-    drafter._cache = same.new_cache(1, 32, 1, drafter._layer)
-    found = drafter._extend(drafter.module.fused(torch.cat(states, dim=-1))[None], ids[:, 1:])[0]
+    drafter.head.cache = same.new_cache(1, 32, 1, drafter.head.layer)
+    found = drafter.head.extend(drafter.module.fused(torch.cat(states, dim=-1))[None], ids[:, 1:])[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     logits = rms(expected, own["norm.weight"], 1e-3) @ own["lm_head.weight"].T
     torch.testing.assert_close(drafter.lm_head(found), logits, atol=1e-4, rtol=1e-4)

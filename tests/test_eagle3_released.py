@@ -15,10 +15,11 @@ from transformers import Qwen3Config
 import drafters.convert
 import drafters.export
 from drafters import TargetModel
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export
-from drafters.methods.eagle3 import Eagle3Options, head_kind
+from drafters.model.layers import layer_kind
 
 Config, Weights = dict[str, Any], dict[str, Tensor]
 Change = Callable[[Config, Weights], object]
@@ -102,9 +103,13 @@ def test_the_nested_form_fills_in_the_defaults_of_its_family(target: TargetModel
     rewrite(tmp_path / "released", config, weights)
     convert(str(tmp_path / "released"), target.name, tmp_path / "ours")
     folders = (head, tmp_path / "ours")
-    made, read = (Eagle3Options(**load_checkpoint(folder)[0]["drafter"]) for folder in folders)
+
+    def kind(shape: Eagle3Shape) -> dict[str, Any]:
+        return layer_kind(target.config, shape.layer, shape.shape).config.to_dict()
+
+    made, read = (Eagle3Shape(**load_checkpoint(folder)[0]["drafter"]) for folder in folders)
     assert (made.taps, made.layer, made.layers) == (read.taps, read.layer, read.layers)
-    assert head_kind(target.config, made).config.to_dict() == head_kind(target.config, read).config.to_dict()
+    assert kind(made) == kind(read)
 
 
 def shifted(weights: Weights) -> None:

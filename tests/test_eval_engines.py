@@ -15,8 +15,8 @@ from test_eval_prompts import sharegpt, tiny_tokenizer, write
 
 import eval.engine_workers
 import eval.engines
+from drafters.heads.eagle.module import EagleHead
 from drafters.hub.checkpoint import make_config, save_checkpoint
-from drafters.methods.eagle import EagleHead
 from eval.measure.runner import Limits
 from eval.measure.worker import Worker, WorkerError, question, steps_of, worker_method
 from eval.report.sections import differences

@@ -7,7 +7,8 @@ from test_eval_metrics import placed
 from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel, make_drafter
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.heads.eagle.module import EagleHead
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
 from eval.measure.lineup import draft_vocabulary, trained_with
 from eval.measure.runner import Outcome

@@ -19,7 +19,7 @@ from test_eval_prompts import sharegpt, write, write_target
 from transformers import PreTrainedModel
 
 import eval.speed
-from drafters.methods.ouroboros import OuroborosDrafter
+from drafters.methods.papers.ouroboros import OuroborosDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from eval.measure import identity, journal
 from eval.measure.runner import Run

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import tiny_run
 import torch
+from by_keys import new_head
 from programs import status
 from published import assert_equal, eagle_features, kangaroo_states, served_features
 from safetensors.torch import load_file, save_file
@@ -18,10 +19,13 @@ from transformers import LlamaConfig, Qwen2Config
 
 import drafters.export
 from drafters import TargetModel
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import check, export
-from drafters.methods.eagle import EagleDrafter, EagleHead
-from drafters.methods.kangaroo import KangarooAdapter
+from drafters.methods.eagle import EagleDrafter
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.layers import default_layer
 
@@ -72,7 +76,9 @@ def save_head(folder: Path, target: TargetModel, **options: Any) -> str:
     torch.manual_seed(3)
     kangaroo = "exit_layer" in options
     module: nn.Module = (
-        KangarooAdapter(target.config) if kangaroo else EagleDrafter.build_module(target.config, options)
+        KangarooAdapter(target.config, KangarooShape(exit_layer=1))
+        if kangaroo
+        else new_head(EagleDrafter, target.config, **options)
     )
     with torch.no_grad():
         for value in module.parameters():
@@ -124,7 +130,7 @@ def test_the_published_head_gives_our_features(fc_bias: bool, target: TargetMode
     """Catches a head that trains and exports as something else than EAGLE: other inputs, positions or norms."""
     weights = written(exported("official", target, tmp_path, fc_bias=fc_bias))[1]
     assert ("fc.bias" in weights) == fc_bias
-    head = EagleHead(target.config, bias=fc_bias)
+    head = EagleHead(target.config, EagleShape(fc_bias=fc_bias))
     head.load_state_dict(load_checkpoint(tmp_path / "head")[1])
     features, embeddings = torch.randn(2, 7, target.hidden_size).unbind()
     with torch.no_grad():
@@ -135,7 +141,7 @@ def test_the_published_head_gives_our_features(fc_bias: bool, target: TargetMode
 def test_the_published_adapter_gives_our_states(target: TargetModel, tmp_path: Path) -> None:
     """Catches an adapter that is not Kangaroo's: a norm too few, an MLP, other positions."""
     weights = written(exported("kangaroo", target, tmp_path))[1]
-    adapter = KangarooAdapter(target.config)
+    adapter = KangarooAdapter(target.config, KangarooShape(exit_layer=1))
     adapter.load_state_dict(load_checkpoint(tmp_path / "head")[1])
     states = torch.randn(7, target.hidden_size)
     with torch.no_grad():
@@ -223,7 +229,7 @@ def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path
     options: dict[str, Any] = {"layer": default_layer(target.config)}
     assert options["layer"] == ("target" if family == "llama" and kind != "dynamic" else "llama")
     head = save_head(tmp_path / "head", target, **options)
-    ours = EagleHead(target.config, **options)
+    ours = EagleHead(target.config, EagleShape(**options))
     ours.load_state_dict(load_checkpoint(head)[1])
     states = torch.randn(2, 1, 100, target.hidden_size)
     with torch.no_grad():
@@ -297,7 +303,9 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
     ):
         export(save_head(tmp_path / "narrow-head", narrow), "official", tmp_path / "out")
     save_checkpoint(
-        tmp_path / "tokens", EagleHead(target.config, "token"), make_config("eagle", {"inputs": "token"}, target)
+        tmp_path / "tokens",
+        EagleHead(target.config, EagleShape(inputs="token")),
+        make_config("eagle", {"inputs": "token"}, target),
     )
     with pytest.raises(ValueError, match=r"its inputs is 'token', and vLLM .* with inputs=feature\+shifted_token"):
         export(str(tmp_path / "tokens"), "vllm", tmp_path / "out")

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import tiny
 import torch
+from by_keys import new_head
 from conformance import prompt
 from families import DECODED, PAGE, REFUSED, WIDE, WINDOW, build, decode, trial
 from published import assert_equal, served_features
@@ -29,11 +30,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, make_drafter
 from drafters.config import HeadLayer
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export, served_by
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.eagle import EagleDrafter, EagleOptions
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.check import ROWS
 from drafters.model.ends import load_frozen_ends
 from train.configs import EagleConfig
@@ -109,15 +114,17 @@ def test_a_head_drafts_as_it_trains(family: str) -> None:
     positions = torch.arange(ROWS)[None]
     options = EagleOptions(tree="dynamic", top_k=3, nodes=6)
     layers: tuple[HeadLayer, ...] = get_args(HeadLayer)
-    heads = [EagleDrafter(target, EagleHead(target.config, layer=layer), options) for layer in layers]
+    heads = [EagleDrafter(target, EagleHead(target.config, EagleShape(layer=layer)), options) for layer in layers]
     for eagle in heads:
         assert decode(target, eagle, [prompt(ROWS)], NEW_TOKENS) == expected
-        eagle._cache = target.new_cache(1, 2 * ROWS, 1, eagle._layer)
+        eagle.head.cache = target.new_cache(1, 2 * ROWS, 1, eagle.head.layer)
         trained = eagle.module(states, target.embed(tokens), positions)
-        torch.testing.assert_close(eagle._extend(states, tokens), trained, atol=1e-3, rtol=1e-3)
-    kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0))
+        torch.testing.assert_close(eagle.head.extend(states, tokens), trained, atol=1e-3, rtol=1e-3)
+    kangaroo = KangarooDrafter(
+        target, KangarooAdapter(target.config, KangarooShape(exit_layer=1)), KangarooOptions(eta=0.0)
+    )
     cache = target.new_cache(1, 2 * ROWS, layers=1)
-    found = target.runner.run(kangaroo._adapter, [states], cache)[0]
+    found = target.runner.run(kangaroo.head.part, [states], cache)[0]
     torch.testing.assert_close(found, kangaroo.module(states, positions), atol=1e-3, rtol=1e-3)
     for kind in (EagleHead, KangarooAdapter):
         use_dialogue_attention(kind(target.config), target.config)  # as at the start of a training
@@ -136,9 +143,9 @@ def test_a_head_goes_where_the_dry_run_says(family: str, changes: dict[str, Any]
     target = TargetModel(build(family, changes), name=str(tmp_path / "target"))
     target.model.save_pretrained(target.name)
     given = {"target": target.name, "features": "f", "out": "o", "steps": 1, "batch_tokens": 8, "learning_rate": 0.1}
-    options = meta_task(EagleConfig(**given), target.config).drafter_config()
+    options = meta_task(EagleConfig(**given), target.config).head.stored()
     assert options["layer"] == ("target" if family in ("llama", "mistral", "mixtral", "qwen2") else "llama")
-    head: Any = EagleDrafter.build_module(target.config, options)
+    head: Any = new_head(EagleDrafter, target.config, **options)
     for weights in head.parameters():
         weights.data.normal_(1.0 if weights.dim() == 1 else 0.0, 0.2)
     save_checkpoint(tmp_path / "head", head, make_config("eagle", options, target), dtype=None)
@@ -159,7 +166,7 @@ def test_a_head_goes_where_the_dry_run_says(family: str, changes: dict[str, Any]
         assert check(out, to, target.name).endswith(f", for {target.name}")
         convert(str(out), target.name, tmp_path / f"{to}-back")
         config, weights = load_checkpoint(tmp_path / f"{to}-back")
-        back: Any = EagleDrafter.build_module(target.config, config["drafter"])
+        back: Any = new_head(EagleDrafter, target.config, **config["drafter"])
         back.load_state_dict(weights)
         ours = head(states, tokens, positions)
         assert torch.equal(back(states, tokens, positions), ours)
@@ -170,7 +177,9 @@ def test_a_llama_layer_turns_by_its_own_rope_in_16_bits() -> None:
     """Catches angles of the target's, which some families keep in float32 or for a part of each head."""
     for family in ("olmo2", "glm"):
         target = TargetModel(build(family, {}).bfloat16(), name=family)
-        drafter = EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree="chain", depth=2))
+        drafter = EagleDrafter(
+            target, EagleHead(target.config, EagleShape(layer="llama")), EagleOptions(tree="chain", depth=2)
+        )
         assert len(decode(target, drafter, [prompt(ROWS)], NEW_TOKENS)[0]) == NEW_TOKENS
 
 

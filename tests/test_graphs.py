@@ -97,7 +97,7 @@ def test_memory_and_graphs_are_used_again() -> None:
     _, target = targets("llama")
     drafter = eagle(target, None, "static")
     generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=NO_EOS)
-    parts = [*target._parts.values(), drafter._head]
+    parts = [*target._parts.values(), drafter.head.part]
     captured = [set(part.captured) for part in parts]
     assert len(parts) == 2 and all(captured)
     for seed in range(1, 4):

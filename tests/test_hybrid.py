@@ -148,6 +148,12 @@ def test_one_tree_by_hand() -> None:
     assert alone.tokens.tolist() == [[5, 4]] and with_copies(TREE, [copy], held, [[]]) is TREE
 
 
+def cache_of(drafter: Any) -> KVCache:
+    """The cache of a draft model, or of a head."""
+    found: KVCache = drafter._cache if hasattr(drafter, "_cache") else drafter.head.cache
+    return found
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kind", ["eagle", "auto", "speculative", "medusa"])
 def test_a_head_learns_of_its_own_rows_alone(kind: str, rows: int) -> None:
@@ -168,7 +174,7 @@ def test_a_head_learns_of_its_own_rows_alone(kind: str, rows: int) -> None:
         for row, path in enumerate(verdict.rows):
             beyond.append(any(place > draft.size for place in path))
             if kind == "speculative" and not state.finished[row]:
-                own, known = verdict.own_rows(row, draft.size), head._cache.lengths[row]
+                own, known = verdict.own_rows(row, draft.size), cache_of(head).lengths[row]
                 assert known <= len(state.tokens[row]) - len(path) + len(own) - 1
 
     with mock.patch.object(head, "observe", checked):
@@ -312,7 +318,7 @@ def test_a_head_reads_many_copied_tokens_beside_a_longer_row(kind: str, ends: bo
     at, propose = KVCache.at, head.propose
 
     def noted(cache: KVCache, rows: int, offset: int = 0) -> KVCache:
-        if cache is head._cache:
+        if cache is cache_of(head):
             widths.append(rows)
         return at(cache, rows, offset)
 

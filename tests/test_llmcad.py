@@ -12,7 +12,7 @@ from rigged import perturbed
 from drafters import GenerateResult, TargetModel, generate
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.methods.llmcad import LLMCadDrafter, TokenTree, next_alpha
+from drafters.methods.papers.llmcad import LLMCadDrafter, TokenTree, next_alpha
 
 TestChain = conformance.suite(
     lambda target: LLMCadDrafter.from_options(target, draft_model=target, nodes=4, branches=1, alpha=1e-9),

@@ -15,7 +15,7 @@ from drafters.loop.acceptance import Verdict
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.lookahead import LookaheadDrafter
+from drafters.methods.papers.lookahead import LookaheadDrafter
 
 
 def state_of(target: TargetModel, tokens: list[int], eos: frozenset[int] = frozenset(), new: int = 99) -> DecodeState:

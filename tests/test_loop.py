@@ -14,9 +14,11 @@ from distribution import LIMIT, WARPS, deviation, toy
 from rigged import eagle, medusa
 
 from drafters import Drafter, TargetModel, generate
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.loop.acceptance import Rule, verify_sampled
 from drafters.methods.autoregressive import AutoregressiveDrafter
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.methods.speculative import SpeculativeDrafter
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
@@ -25,7 +27,9 @@ PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
 def kangaroo_toy(target: TargetModel) -> KangarooDrafter:
     torch.manual_seed(4)
     return KangarooDrafter(
-        target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.3, max_draft_tokens=3)
+        target,
+        KangarooAdapter(target.config, KangarooShape(exit_layer=1)),
+        KangarooOptions(eta=0.3, max_draft_tokens=3),
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_prep.store.reader import FeatureStore
-from drafters.methods.eagle import EagleHead
+from drafters.heads.eagle.module import EagleHead
 from drafters.model.ends import FrozenEnds, LMHead
 from drafters.model.stock import LogitChange
 from train.configs import EagleConfig, KangarooConfig

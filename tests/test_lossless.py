@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drafters import Drafter, TargetModel
 from drafters.config import Config
+from drafters.heads.eagle.module import EagleHead
 from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.loop import acceptance
 from drafters.loop import state as loop
@@ -26,7 +27,6 @@ from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sample
 from drafters.loop.sampling import Sampling, draw_without_replacement
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.methods.eagle import EagleHead
 from drafters.model.cache import KVCache
 from eval import lossless
 from eval.configs import LosslessConfig, ParityConfig

@@ -12,11 +12,13 @@ from conformance import NO_EOS, prompt, target_of
 from rigged import medusa
 
 from drafters import TargetModel, generate, load_drafter
+from drafters.heads.medusa.module import MedusaHeads
+from drafters.heads.medusa.shape import MedusaShape
 from drafters.loop.acceptance import verify_greedy
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions, Typical
+from drafters.methods.medusa import MedusaDrafter, MedusaOptions, Typical
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.policy.shape import acceptance_of, likeliest
 
@@ -37,7 +39,7 @@ def test_drafts_are_the_heads_on_the_last_true_feature(tree: str, layers: int, o
 
     def checked(state: DecodeState) -> DraftTree:
         draft = propose(state)
-        plan, sampled = drafter._used, state.sampling
+        plan, sampled = drafter._plan, state.sampling
         sizes.add(draft.size)
         for row, known in enumerate(state.tokens):
             if state.finished[row] or not draft.size:
@@ -68,10 +70,10 @@ def test_static_trees_have_the_likeliest_nodes() -> None:
     drafter = medusa(target, None, "static", nodes=9, acceptance={"greedy": flat, "sampled": steep})
     table = [acceptance_of(row) for row in flat]
     expected = {path for (_, path), _ in zip(likeliest(table, 4), range(9), strict=False)}
-    plan = drafter.plans["greedy"]
+    plan = drafter.shaper.fixed["greedy"]
     assert plan.size == len(expected) == 9 and plan.ranks.count(0) == sum(path[-1] == 0 for path in expected)
     assert plan.parents.count(-1) > 2
-    assert len(drafter.plans["sampled"].levels) == 4 > len(plan.levels)
+    assert len(drafter.shaper.fixed["sampled"].levels) == 4 > len(plan.levels)
 
 
 # ------------------------------------------------------------------------------------------- typical acceptance
@@ -131,8 +133,8 @@ def test_typical_acceptance_is_lossy_and_marked(tmp_path: Path) -> None:
     assert medusa(target, None, "chain").lossless
     drafter.save_pretrained(tmp_path)
     again = load_drafter(str(tmp_path), target)
-    assert isinstance(again, MedusaDrafter) and again.lossless and again.given.epsilon == 0.09
-    assert (again.given.tree, again.given.nodes) == ("static", 12)
+    assert isinstance(again, MedusaDrafter) and again.lossless and again.settings.epsilon == 0.09
+    assert (again.settings.tree, again.settings.nodes) == ("static", 12)
     assert not load_drafter(str(tmp_path), target, accept="typical").lossless
 
 
@@ -146,7 +148,7 @@ def test_what_is_saved_drafts_the_same(own: bool, tmp_path: Path) -> None:
     drafter = medusa(target, None, "chain", heads=3, layers=2, own_lm_heads=own)
     drafter.save_pretrained(tmp_path)
     again = load_drafter(str(tmp_path), target)
-    assert isinstance(again, MedusaDrafter) and again.heads == 3
+    assert isinstance(again, MedusaDrafter) and len(again.module) == 3
     weights = drafter.module.state_dict()
     for name, value in again.module.state_dict().items():
         torch.testing.assert_close(value, weights[name].to(torch.bfloat16).to(value))
@@ -162,7 +164,7 @@ def test_what_is_saved_drafts_the_same(own: bool, tmp_path: Path) -> None:
 def test_heads_begin_as_the_target() -> None:
     """Catches a random bias, with which heads begin somewhere else, and heads that begin without a gradient."""
     target = target_of("llama")
-    heads = MedusaHeads(target.config, 2, 2, own_lm_heads=False)
+    heads = MedusaHeads(target.config, MedusaShape(heads=2, layers=2))
     x = torch.randn(3, target.hidden_size)
     assert torch.equal(heads(x), x[:, None].expand(-1, 2, -1))
     heads(x).sum().backward()
@@ -175,8 +177,8 @@ def test_own_lm_heads_draft_with_the_kept_tokens() -> None:
     ids = torch.randperm(target.vocab_size)[:30].int()
     drafter = medusa(target, None, "chain", own_lm_heads=True)
     drafter.module.register_buffer(DRAFT_IDS, ids)
-    options = MedusaOptions(tree="chain", own_lm_heads=True, draft_vocab=20, draft_text=0)
+    options = MedusaOptions(tree="chain", draft_vocab=20, draft_text=0)
     cut = MedusaDrafter(target, drafter.module, options)  # type: ignore[arg-type]
     feature = torch.randn(2, 1, target.hidden_size)
-    expected = drafter._logits(feature, 4)[..., ids[:20].long()]
-    torch.testing.assert_close(cut._logits(feature, 4), expected, atol=1e-4, rtol=1e-4)
+    expected = drafter.head.logits(feature, 4)[..., ids[:20].long()]
+    torch.testing.assert_close(cut.head.logits(feature, 4), expected, atol=1e-4, rtol=1e-4)

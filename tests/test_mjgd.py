@@ -11,7 +11,7 @@ from tiny import build
 
 from drafters import Sampling, TargetModel, generate
 from drafters.drafting.beam_search import Paths
-from drafters.methods.mjgd import JointMaximum, MJGDDrafter, side_by_side
+from drafters.methods.papers.mjgd import JointMaximum, MJGDDrafter, side_by_side
 
 
 class Plain(MJGDDrafter):

@@ -11,7 +11,7 @@ from tiny import build
 from drafters import Sampling, TargetModel, generate
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.mjsd import JointLikelihood, MJSDDrafter
+from drafters.methods.papers.mjsd import JointLikelihood, MJSDDrafter
 
 TestItself = conformance.suite(
     lambda target: MJSDDrafter.from_options(target, draft_model=target, gamma=4, beams=3),

@@ -11,7 +11,7 @@ from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.trie import Trie
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.ouroboros import OuroborosDrafter
+from drafters.methods.papers.ouroboros import OuroborosDrafter
 
 SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
 

@@ -104,8 +104,8 @@ def test_the_late_markov_head_reads_the_token_before() -> None:
     """Catches a fault planted in another slot: the first two read the anchor, slot k the draft token k - 2."""
     drafter, made = overfitted_block.drafter("dspark"), []
     wrong = BY_NAME[LATE].plant(drafter)
-    slots, propose = wrong.slots, wrong.propose
-    with mock.patch.object(wrong, "slots", lambda *given: made.append(slots(*given)) or made[-1]):
+    scored, propose = wrong.head.scored, wrong.propose
+    with mock.patch.object(wrong.head, "scored", lambda *given: made.append(scored(*given)) or made[-1]):
 
         def compare(state: Any) -> Any:
             draft = propose(state)

@@ -13,8 +13,8 @@ from data_prep.dialogues.encoding import load_tokenizer
 from drafters import TargetModel, load_frozen_ends
 from drafters.common.paths import names_only
 from drafters.drafting.draft_model import load_draft_model
+from drafters.heads.eagle.module import EagleHead
 from drafters.hub.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
-from drafters.methods.eagle import EagleHead
 
 OPENERS: dict[str, Callable[[str], object]] = {
     "target": lambda path: TargetModel.from_pretrained(path, "float32", "cpu"),

@@ -31,7 +31,7 @@ from drafters import generate, generate_many, make_drafter
 from drafters.drafting.retrieval import NOTHING, Copy
 from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
-from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.papers.cascade import CascadeDrafter
 from drafters.policy import costs as measuring
 from drafters.policy.copies import CopyPolicy, CopyRates
 from drafters.policy.costs import Curve, cached, context_limits, time_plans

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.drafting.phrase_pool import PhrasePool, load_pool, save_pool
-from drafters.methods.lookahead import LookaheadDrafter
-from drafters.methods.ouroboros import OuroborosDrafter
+from drafters.methods.papers.lookahead import LookaheadDrafter
+from drafters.methods.papers.ouroboros import OuroborosDrafter
 
 PHRASES = [(5, (1, 2, 3)), (9, (4,)), (5, (6, 7)), (0, (96, 0, 1)), (5, (1, 2, 8)), (9, (3, 3))]
 

@@ -12,7 +12,7 @@ from rigged import perturbed
 from drafters import FeatureOutput, TargetModel, make_drafter
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.papers.cascade import CascadeDrafter
 from drafters.methods.prompt_lookup import NgramIndex, PromptLookupDrafter
 
 

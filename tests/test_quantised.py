@@ -16,7 +16,9 @@ from test_features import run, write_config
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, load_frozen_ends, make_drafter
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model import loading, quantised
 from drafters.model.files import load_config_only
 from drafters.model.weights import quantised_bytes
@@ -49,7 +51,7 @@ def test_it_decodes_as_transformers_runs_it(kind: str, tmp_path: Path) -> None:
     assert target.engine == engine
     texts, ids = [prompt(12)], torch.tensor([prompt(12)])
     stock = target.model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
-    eagle = EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree="dynamic"))
+    eagle = EagleDrafter(target, EagleHead(target.config, EagleShape(layer="llama")), EagleOptions(tree="dynamic"))
     for drafter in (make_drafter("autoregressive", target), make_drafter("prompt_lookup", target), eagle):
         assert decode(target, drafter, texts, 16) == [stock[0, 12:].tolist()]
     states, ends = target.features(ids, taps=(1,)), load_frozen_ends(str(tmp_path), "float32")

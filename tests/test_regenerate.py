@@ -19,7 +19,8 @@ from data_prep.configs import Writing
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import Dialogue
 from drafters import TargetModel, make_drafter
-from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.heads.eagle.module import EagleHead
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 
 NEW = 10
 

@@ -38,8 +38,8 @@ from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError
 from drafters import TargetModel
 from drafters.drafting.draft_model import vocabulary
+from drafters.heads.eagle.module import EagleHead
 from drafters.hub.checkpoint import make_config, save_checkpoint
-from drafters.methods.eagle import EagleHead
 
 CODE = """
 from pathlib import Path

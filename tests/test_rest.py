@@ -20,7 +20,7 @@ from drafters import TargetModel, make_drafter
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
 from drafters.drafting.retrieval import BETWEEN, Copy
 from drafters.drafting.token_file import vocabulary_facts
-from drafters.methods.rest import RestDrafter
+from drafters.methods.papers.rest import RestDrafter
 
 
 def written(path: Path, texts: list[list[int]], target: TargetModel) -> str:

@@ -12,16 +12,17 @@ import pytest
 import test_block_layouts
 import test_eagle3_layouts
 import torch
+from by_keys import new_head
 from published import assert_equal
 from safetensors.torch import load_file, save_file
 from test_eagle3_layouts import FORMS
 from test_export import save_head, save_target
 
 from drafters import TargetModel
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.export import check, export
-from drafters.methods.eagle import EagleDrafter
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
+from drafters.methods.eagle import Eagle3Drafter, EagleDrafter
 from drafters.model.draft_head import draft_ids
 from drafters.model.layers import default_layer
 
@@ -76,7 +77,7 @@ def test_its_class_loads_all_of_our_head_and_computes_our_features(family: str, 
     for folder, (left, _) in zip(folders, in_sglang(tmp_path, target, folders), strict=True):
         assert left == []
         config, weights = load_checkpoint(tmp_path / folder.name.removeprefix("sglang-"))
-        ours = EagleDrafter.build_module(target.config, config["drafter"])
+        ours = new_head(EagleDrafter, target.config, **config["drafter"])
         ours.load_state_dict(weights)
         given = load_file(tmp_path / "inputs.safetensors")
         with torch.no_grad():
@@ -101,9 +102,9 @@ def test_its_eagle3_class_reads_the_same_states_and_computes_what_our_head_does(
         export(heads[-1], "sglang", folders[-1])
     for head, folder, (left, states) in zip(heads, folders, in_sglang(tmp_path, target, folders, 3), strict=True):
         config, weights = load_checkpoint(head)
-        given: Any = Eagle3Options(**config["drafter"])
+        given: Any = Eagle3Shape(**config["drafter"])
         assert (left, states) == ([], given.taps)
-        ours: Any = Eagle3Drafter.build_module(target.config, config["drafter"])
+        ours: Any = new_head(Eagle3Drafter, target.config, **config["drafter"])
         ours.load_state_dict(weights)
         inputs, found = load_file(tmp_path / "inputs.safetensors"), load_file(folder / "out.safetensors")
         with torch.no_grad():

@@ -15,7 +15,7 @@ from drafters import Sampling, TargetModel, generate
 from drafters.drafting.merged_tree import MergedTree, Trials
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.specinfer import SpecInferDrafter, run_trials, verify_stochastic
+from drafters.methods.papers.specinfer import SpecInferDrafter, run_trials, verify_stochastic
 
 # The rule, over every draft of a toy vocabulary.
 
@@ -34,7 +34,7 @@ def other_models_q(tree: MergedTree) -> MergedTree:
 
 def whole_p(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each trial against the whole p, as if none had failed before it."""
-    with mock.patch("drafters.methods.specinfer.residual", lambda p, q: p):
+    with mock.patch("drafters.methods.papers.specinfer.residual", lambda p, q: p):
         return run_trials(tree, p)
 
 

@@ -17,7 +17,7 @@ from drafters.loop.acceptance import Rule
 from drafters.loop.sampling import residual
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq
+from drafters.methods.papers.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq
 
 # rho.
 
@@ -65,7 +65,7 @@ def test_rho_is_the_smallest_valid_one() -> None:
 
 def rho_of_one(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain speculative sampling of each draft, with the residual that K-SEQ would have."""
-    with mock.patch("drafters.methods.spectr.solve_rho", lambda p, q, k: torch.ones_like(p[:, :1])):
+    with mock.patch("drafters.methods.papers.spectr.solve_rho", lambda p, q, k: torch.ones_like(p[:, :1])):
         return k_seq(tree, p)
 
 
@@ -79,7 +79,7 @@ def rule_with(trials: Trials) -> Rule:
     """K-SEQ with other trials."""
 
     def rule(draft, logits, see, sampling, generator):  # noqa: ANN001, ANN202
-        with mock.patch("drafters.methods.spectr.k_seq", trials):
+        with mock.patch("drafters.methods.papers.spectr.k_seq", trials):
             return verify_k_seq(draft, logits, see, sampling, generator)
 
     return rule
@@ -87,7 +87,7 @@ def rule_with(trials: Trials) -> Rule:
 
 def rho_of_all(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest rho, which needs no solving: lossless, but accepts less."""
-    with mock.patch("drafters.methods.spectr.solve_rho", lambda p, q, k: k.to(p.dtype)):
+    with mock.patch("drafters.methods.papers.spectr.solve_rho", lambda p, q, k: k.to(p.dtype)):
         return k_seq(tree, p)
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.methods.eagle import EagleHead
-from drafters.methods.kangaroo import KangarooAdapter
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.kangaroo.module import KangarooAdapter
 from train.core import attention
 from train.core.attention import (
     Dialogues,

@@ -212,12 +212,12 @@ def reference(task: Any, batch: Any, corrected: Any, more: Any = None) -> Tensor
         states = torch.cat([span.of(batch.taps[tap]) for tap in config.taps], dim=-1)
         for anchor in anchors:
             count = 0
-            while count < config.slots and anchor + count + 1 < span.length and mask[anchor + count + 1]:
+            while count < config.head.slots and anchor + count + 1 < span.length and mask[anchor + count + 1]:
                 count += 1
-            block = torch.tensor([int(tokens[anchor])] + [config.mask_token_id] * (config.block_size - 1))
+            block = torch.tensor([int(tokens[anchor])] + [config.head.mask_token_id] * (config.head.block_size - 1))
             embedded = task.ends.embed(block)
-            rows = block_states(own, head.config, states[:anchor], embedded, config.causal)
-            rows = rows[config.block_size - config.slots :][:count]
+            rows = block_states(own, head.config, states[:anchor], embedded, config.head.causal)
+            rows = rows[config.head.block_size - config.head.slots :][:count]
             logits = rows @ (lm_head.weight[ids] if head.lm_head is None else head.lm_head.weight).T
             q = corrected(logits, tokens[anchor : anchor + count], rows).softmax(-1)
             p = (span.of(batch.features)[anchor : anchor + count] @ lm_head.weight[ids].T).softmax(-1)
@@ -249,7 +249,7 @@ def position_weights(config: Any, accepted: Tensor) -> Tensor:
     if config.position_weights == "uniform":
         return torch.ones(count)
     if config.position_weights == "exponential":
-        every = torch.exp(-torch.arange(config.slots) / config.decay)
+        every = torch.exp(-torch.arange(config.head.slots) / config.decay)
         return every[:count] / every.mean()
     smooth = [float(1 + a) / 2 for a in accepted]
     return torch.tensor(
@@ -283,7 +283,8 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     seen = {name for row in rows for name in row}
     assert {f"heldout_slot_{k}_top1" for k in range(1, 5)} | {"heldout_tau", "heldout_tau_tree"} <= seen
     drafter: Any = load_drafter(str(out), target)
-    assert drafter.given.layout == "fill-in" and drafter.lm_head.width == more.get("draft_vocab", tiny.VOCAB_SIZE)
+    assert drafter.module.shape.layout == "fill-in"
+    assert drafter.lm_head.width == more.get("draft_vocab", tiny.VOCAB_SIZE)
     if "draft_vocab" in more:
         assert torch.equal(drafter.lm_head.ids.int(), run.task.draft_ids)
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
@@ -335,7 +336,7 @@ def test_another_head_to_begin_with(settings: dict[str, Any], tmp_path: Path, ch
     """Catches a block whose weights fit and mean something else: it would be trained from noise."""
     tiny_run.train_here("dflash", settings | {"steps": 1})
     further = settings | {"steps": 1, "init_from": str(settings["out"]), "out": str(tmp_path / "further")}
-    with pytest.raises(ValueError, match=f"; set {next(iter(change))}=.*, or another init_from"):
+    with pytest.raises(ValueError, match=f"; set head.{next(iter(change))}=.*, or another init_from"):
         tiny_run.train_here("dflash", further | change)
 
 

@@ -294,17 +294,17 @@ def test_every_model_has_its_recipes() -> None:
             assert config.drafter in ("eagle3", "dflash", "dspark")
             assert config.taps == ()  # the target's depth decides
             if isinstance(config, DFlashConfig):
-                assert (config.learning_rate, config.layers, config.anchors) == (6e-4, 5, 512)
+                assert (config.learning_rate, config.head.layers, config.anchors) == (6e-4, 5, 512)
                 shape = json.loads((ROOT / "configs" / "shapes" / f"{file.stem}.json").read_text())
-                assert config.mask_token_id < shape["vocab_size"]
+                assert config.head.mask_token_id < shape["vocab_size"]
             continue
         source = made[str(config.features)]
         assert (source.target, source.revision) == (config.target, config.revision)
         assert config.betas == (0.9, 0.95)
         assert config.gradient_clipping == 0.5
         if isinstance(config, KangarooConfig):
-            assert config.exit_layer == (3 if file.stem == "vicuna-13b" else 2)
-            assert config.exit_layer in source.exit_layers
+            assert config.head.exit_layer == (3 if file.stem == "vicuna-13b" else 2)
+            assert config.head.exit_layer in source.exit_layers
             assert (config.learning_rate, config.epochs) == (5e-5, 10)
         if isinstance(config, EagleConfig):
             assert (config.learning_rate, config.warmup_steps, config.classification_weight) == (3e-5, 2000, 0.1)

@@ -95,7 +95,7 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
 
     def corrected(logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
         known = previous.tolist()
-        biases = [markov_bias(parameters, config.markov_head, known[: k + 1], states) for k in range(len(known))]
+        biases = [markov_bias(parameters, config.head.markov_head, known[: k + 1], states) for k in range(len(known))]
         return logits + torch.stack(biases)
 
     def of_confidence(previous: Tensor, states: Tensor, overlap: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
         estimate = (inputs @ weight[0] + bias).sigmoid()
         return config.confidence_weight * F.binary_cross_entropy(estimate, overlap, reduction="none")
 
-    expected = reference(task, batch, corrected, of_confidence if config.confidence_head else None)
+    expected = reference(task, batch, corrected, of_confidence if config.head.confidence_head else None)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     expected.backward()
     for name, weights in parameters.items():
@@ -122,7 +122,8 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     seen = {name for row in rows for name in row}
     assert {"heldout_confidence_loss", "heldout_confidence_error", "heldout_slot_5_top1", "heldout_tau_tree"} <= seen
     drafter: Any = load_drafter(run.config.out, target)
-    assert drafter.given.layout == "anchor-first" and drafter.given.markov_head == more.get("markov_head", "vanilla")
+    shape = drafter.module.shape
+    assert shape.layout == "anchor-first" and shape.markov_head == more.get("markov_head", "vanilla")
     assert float(drafter.module.markov_head.markov_w2.weight.std()) > 0.03  # it began with 0.02
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
 

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.config import load_config, validate
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
-from drafters.methods.eagle import EagleHead
-from drafters.methods.kangaroo import KangarooAdapter
 from train import eagle
 from train.configs import EagleConfig
 from train.data.packing import Span
@@ -93,7 +94,11 @@ def test_it_starts_from_a_trained_drafter(settings: dict[str, Any], target: Targ
     tiny_run.train_here("eagle", {**values, "learning_rate": 0.1, "out": str(tmp_path / "b"), "steps": 3}, resume=True)
     with pytest.raises(ValueError, match="trained"):
         tiny_run.train_here("eagle", {**values, "out": str(tmp_path / "c")})
-    save_checkpoint(tmp_path / "other", KangarooAdapter(target.config), make_config("kangaroo", {}, target))
+    save_checkpoint(
+        tmp_path / "other",
+        KangarooAdapter(target.config, KangarooShape(exit_layer=1)),
+        make_config("kangaroo", {}, target),
+    )
     with pytest.raises(ValueError, match="init_from: .*other holds a drafter of type 'kangaroo'.*trains 'eagle'"):
         tiny_run.train_here("eagle", {**values, "out": str(tmp_path / "c"), "init_from": str(tmp_path / "other")})
 
@@ -104,8 +109,8 @@ def test_other_inputs(settings: dict[str, Any], target: TargetModel, inputs: str
     tiny_run.train_here("eagle", {**settings, "inputs": inputs, "steps": 2})
     assert losses(Path(settings["out"]))[0] > 0
     drafter = load_drafter(settings["out"], target)
-    assert drafter.inputs == inputs
-    with pytest.raises(ValueError, match=f"inputs: {re.escape(inputs)}, and .* set inputs={re.escape(inputs)}, or"):
+    assert drafter.module.shape.inputs == inputs
+    with pytest.raises(ValueError, match=f"inputs: {re.escape(inputs)}, and .* set head.inputs=.*, or"):
         tiny_run.train_here("eagle", {**settings, "init_from": settings["out"], "out": f"{settings['out']}-other"})
     if inputs == "token":
         with pytest.raises(ValueError, match=r"unroll: 2 feeds .*inputs: token has none; set unroll=1"):
@@ -120,21 +125,22 @@ def test_a_head_gets_a_layer_that_engines_serve(target: TargetModel, features: P
     values = tiny_run.settings(own.name, stores, tmp_path / "new", steps=2)
     tiny_run.train_here("eagle", values)
     assert load_checkpoint(str(tmp_path / "new"))[0]["drafter"] == {"layer": "llama"}
-    assert json.loads((tmp_path / "new" / "run.json").read_text())["config"]["layer"] == "llama"  # what auto came to
+    config = json.loads((tmp_path / "new" / "run.json").read_text())["config"]
+    assert config["head"]["layer"] == "llama"  # what auto came to
     plain = generate(own, make_drafter("autoregressive", own), [[5, 6, 7, 8]], max_new_tokens=8).tokens
     # A checkpoint from before there was a choice: of the target's layer, with norms of q and k.
     old = EagleHead(own.config)
     save_checkpoint(tmp_path / "old", old, make_config("eagle", {}, own))
     for name, layer in (("new", "llama"), ("old", "target")):
         drafter: Any = load_drafter(str(tmp_path / name), own)
-        assert drafter.module.layer == layer and hasattr(drafter.module.layers[0].self_attn, "q_norm") == (
+        assert drafter.module.shape.layer == layer and hasattr(drafter.module.layers[0].self_attn, "q_norm") == (
             name == "old"
         )
         assert torch.equal(generate(own, drafter, [[5, 6, 7, 8]], max_new_tokens=8).tokens, plain)
         drafter.save_pretrained(tmp_path / f"{name}-again")
         assert load_checkpoint(str(tmp_path / f"{name}-again"))[0]["drafter"]["layer"] == layer
     further = {**values, "out": str(tmp_path / "further"), "init_from": str(tmp_path / "old")}
-    with pytest.raises(ValueError, match="has layer: target, and this trains one with layer: llama; set layer=target"):
+    with pytest.raises(ValueError, match="layer: target, and this trains one with layer: llama; set head.layer=target"):
         tiny_run.train_here("eagle", further)
     tiny_run.train_here("eagle", {**further, "layer": "target"})
     assert load_checkpoint(str(tmp_path / "further"))[0]["drafter"] == {"layer": "target"}

@@ -45,12 +45,12 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     seen = {name for row in rows for name in row}
     assert {f"heldout_step_{n}_top1" for n in range(3)} | {"heldout_0-alpha", "heldout_tau"} <= seen
     drafter: Any = load_drafter(str(out), target)
-    assert drafter.given.sliding_window == more.get("sliding_window")
+    assert drafter.module.shape.sliding_window == more.get("sliding_window")
     assert drafter.taps == TAPS and drafter.lm_head.width == more.get("draft_vocab", tiny.VOCAB_SIZE)
     if "draft_vocab" in more:
         assert torch.equal(drafter.lm_head.ids.int(), run.task.draft_ids)
         assert 0 < float(run.task.heads.ids.max()) < tiny.VOCAB_SIZE
-    assert drafter.tree == "auto" and drafter.depth == 3  # not 8: it was trained on 3 steps
+    assert drafter.settings.tree == "auto" and drafter.shaper.depth == 3  # not 8: it was trained on 3 steps
     for deeper in ({"tree": "chain", "depth": 4}, {"tree": "static"}):
         with pytest.warns(UserWarning, match="trained on 3 steps"):
             load_drafter(str(out), target, **deeper)
@@ -62,7 +62,7 @@ def test_taps_that_the_target_decides_are_those_of_the_run(settings: dict[str, A
     tiny_run.train_here("eagle3", settings | {"steps": 1})
     unsaid = check_run_folder(tiny_run.read("eagle3", settings | {"tap_layers": None, "steps": 1}), resume=True)
     assert unsaid.taps == TAPS
-    with pytest.raises(ValueError, match=r"tap_layers was \[2\], is \[3\]"):
+    with pytest.raises(ValueError, match=r"head.taps was \[2\], is \[3\]"):
         check_run_folder(tiny_run.read("eagle3", settings | {"tap_layers": [3], "steps": 1}), resume=True)
     with pytest.raises(ValueError, match="draft_vocab was None, is 60"):  # the size of its LM head
         check_run_folder(tiny_run.read("eagle3", settings | {"draft_vocab": 60, "steps": 1}), resume=True)
@@ -162,7 +162,7 @@ def test_an_imported_head_to_begin_with(settings: dict[str, Any], target: Target
     convert(str(tmp_path / "theirs"), target.name, imported)
     further = trained | {"init_from": str(imported), "out": str(tmp_path / "further"), "learning_rate": 1e-9}
     for flag in ("norm_before_residual", "norm_output"):
-        with pytest.raises(ValueError, match=f"the head in .*imported has {flag}: true, and .* set {flag}=true, or"):
+        with pytest.raises(ValueError, match=f"imported has {flag}: true, and .* set head.{flag}=true, or"):
             tiny_run.train_here("eagle3", further | {flag: False, "out": str(tmp_path / flag)})
     tiny_run.train_here("eagle3", further)
     before, after = (load_drafter(run["out"], target).module.state_dict() for run in (trained, further))
@@ -171,7 +171,7 @@ def test_an_imported_head_to_begin_with(settings: dict[str, Any], target: Target
     file = imported / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"drafter": config["drafter"] | {"taps": [0]}}))
-    with pytest.raises(ValueError, match=r"tap_layers: \[0\], and .* tap_layers: \[2\]; set tap_layers=\[0\], or"):
+    with pytest.raises(ValueError, match=r"taps: \[0\], and .* taps: \[2\]; set head.taps=\[0\], or"):
         tiny_run.train_here("eagle3", further | {"out": str(tmp_path / "other")})
 
 
@@ -182,7 +182,7 @@ def test_an_imported_head_to_begin_with(settings: dict[str, Any], target: Target
         ({"own_lm_head": False, "draft_vocab": 9}, "own_lm_head is false"),
         ({"loss_vocab": 9}, "set that instead"),
         ({"zero_stage": 3}, "zero_stage is 3"),
-        ({"tap_layers": [2, 3, 2]}, r"tap_layers: tap 2 is named 2 times; name each state once \(found \[2, 3, 2\]\)"),
+        ({"tap_layers": [2, 3, 2]}, r"taps: tap 2 is named 2 times; name each state once \(found \[2, 3, 2\]\)"),
         ({"step_decay": 1e-300}, r"step_decay: Input should be greater than or equal to 0.01 \(found 1e-300\)"),
         ({"top_k_weight": 1e300}, r"top_k_weight: give 0, or a number from 0.000001 to 1,000,000: .*\(found 1e\+300\)"),
         ({"lk_eta": 1e300}, "lk_eta: Input should be less"),

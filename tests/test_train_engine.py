@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drafters.config import validate
-from drafters.methods.eagle import EagleHead
+from drafters.heads.eagle.module import EagleHead
 from train.configs import EagleConfig
 from train.core import engine
 from train.core.losses import Pairs

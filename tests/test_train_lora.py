@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import check, export
-from drafters.methods.eagle import EagleHead
-from drafters.methods.kangaroo import KangarooAdapter
 from train.core.weights import exported
 from train.run.files import read_metrics
 from train.run.training import finished_at
@@ -65,7 +66,7 @@ def test_an_adapter_is_trained_and_merged(trained: Any, head: Path, target: Targ
         make_drafter("eagle", target, checkpoint=str(head), adapter=str(out)),
     ):
         torch.testing.assert_close(drafter.module(*inputs), expected, rtol=1e-3, atol=1e-3)
-        assert (drafter.tree, drafter.depth) == ("chain", 3)  # the base's
+        assert (drafter.settings.tree, drafter.shaper.depth) == ("chain", 3)  # the base's
         assert torch.equal(generate(target, drafter, [[5, 6, 7]], max_new_tokens=12).tokens[0], plain)
     weights = {name: value.detach().clone() for name, value in trained.task.module.state_dict().items()}
     for name, value in exported(trained.task, weights)[0].items():  # what tau is measured with
@@ -121,7 +122,9 @@ def test_trainings_that_are_refused(
         tiny_run.train_here("eagle", settings | {"lora": {"targets": ["nothing_such"]}})
     with pytest.raises(ValueError, match="lora.targets: a drafter's lm_head stays as it is"):
         tiny_run.train_here("eagle", settings | {"lora": {"targets": ["fc", "lm_head"]}})
-    save_checkpoint(tmp_path / "k", KangarooAdapter(target.config), make_config("kangaroo", {}, target))
+    save_checkpoint(
+        tmp_path / "k", KangarooAdapter(target.config, KangarooShape(exit_layer=1)), make_config("kangaroo", {}, target)
+    )
     with pytest.raises(ValueError, match="init_from: .*k holds a drafter of type 'kangaroo'"):
         tiny_run.train_here("eagle", settings | {"init_from": str(tmp_path / "k")})
 

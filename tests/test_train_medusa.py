@@ -109,7 +109,7 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     options = json.loads((out / "config.json").read_text())["drafter"]
     assert options == {"heads": HEADS, "layers": 1, "own_lm_heads": own}
     drafter = load_drafter(str(out), target)
-    assert isinstance(drafter, MedusaDrafter) and len(drafter.lm_heads) == (HEADS if own else 1)
+    assert isinstance(drafter, MedusaDrafter) and len(drafter.head.lm_heads) == (HEADS if own else 1)
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
     if own:
         began, given = make_task(run.config, run.task.ends).heads.own, run.task.ends.lm_head.weight

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
 from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
-from drafters.methods.eagle import EagleHead
+from drafters.heads.eagle.module import EagleHead
 from drafters.model.ends import FrozenEnds
 from train.configs import EagleConfig
 from train.data import regression

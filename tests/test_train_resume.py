@@ -325,9 +325,9 @@ def test_resume_keeps_the_layer(recorded: dict[str, str], given: dict[str, str],
     tiny_run.train_here("eagle", {**values, "layer": "target"})
     run_json = tmp_path / "run" / "run.json"
     info = json.loads(run_json.read_text())
-    assert info["config"].pop("layer") == "target"
+    assert info["config"].pop("head")["layer"] == "target"  # the run's keys were no group
     run_json.write_text(json.dumps({**info, "config": info["config"] | recorded}))
-    with pytest.raises(ValueError, match="layer was 'target', is 'llama'|of another drafter"):
+    with pytest.raises(ValueError, match="head.layer was 'target', is 'llama'|of another drafter"):
         tiny_run.train_here("eagle", {**values, "steps": 3, "layer": "llama"}, resume=True)
     run = tiny_run.train_here("eagle", {**values, **given, "steps": 3}, resume=True)
-    assert run.progress.step == 3 and run.task.drafter_config() == {"layer": "target"}
+    assert run.progress.step == 3 and run.task.head.layer == "target"

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from by_keys import new_drafter, new_head
 from distribution import LIMIT, WARPS, deviation, toy
 from enumeration import VOCAB, Q, after, bias
 from enumeration import P as P_TABLE
@@ -19,11 +20,11 @@ from rigged import BLOCK, Cycling, block_costs, dflash, dspark
 from torch import Tensor
 
 from drafters import TargetModel, generate
-from drafters.drafting.block_tree import top_logit
+from drafters.drafting.grow import top_logit
 from drafters.drafting.tree_plan import chain_plan
 from drafters.loop.acceptance import Verdict
 from drafters.loop.sampling import Sampling, residual
-from drafters.methods.dspark import DSparkDrafter, DSparkOptions
+from drafters.methods.block import DSparkDrafter
 from drafters.policy.costs import Curve
 from drafters.policy.truncation import EXPLORE, Costs, OnlineAcceptance, Truncation
 
@@ -59,13 +60,13 @@ def counterexample(costs: Costs = COSTS) -> Any:
     target = TargetModel(model, name="coin")
     options = BLOCK | {"layout": "anchor-first", "block_size": 2, "taps": [1], "tree": "chain", "truncate": True}
     options |= {"markov_rank": 1, "draft_vocab_size": 2}
-    head: Any = DSparkDrafter.build_module(target.config, options)
+    head: Any = new_head(DSparkDrafter, target.config, **options)
     head.lm_head.weight.data.zero_()
     head.markov_head.markov_w2.weight.data.zero_()
     head.markov_head.markov_w1.weight.data[:2, 0] = torch.tensor(CONFIDENCE).logit()
     head.confidence_head.proj.weight.data.zero_()
     head.confidence_head.proj.weight.data[0, -1] = 1.0
-    drafter: Any = DSparkDrafter(target, head, DSparkOptions(**options))
+    drafter: Any = new_drafter(DSparkDrafter, target, head, **options)
     drafter.policy._measured = lambda *given: costs
     return drafter
 

@@ -56,17 +56,17 @@ def test_steps_equal_decoding(family: str, inputs: HeadInputs, tmp_path: Path) -
     task = task_of(tmp_path, ends, inputs=inputs)
     batch = collate(store, DIALOGUES)
     found = list(unrolled(task.module, ends.embed, batch, STEPS, task.token_shift))
-    drafter = EagleDrafter.from_weights(target, task.module.state_dict(), {"tree": "chain"} | task.drafter_config())
+    drafter = EagleDrafter.from_weights(target, task.module.state_dict(), {"tree": "chain"} | task.head.stored())
     for row, start, length, _ in batch.spans:
         tokens, true = (part[row : row + 1, start : start + length] for part in (batch.input_ids, batch.features))
         for first in {0, 1, length - STEPS - 1} - {length - STEPS}:  # the first index of a chain that stays in it
-            drafter._cache = target.new_cache(1, 64, layers=1)
+            drafter.head.cache = target.new_cache(1, 64, layers=1)
             given, text = true[:, : first + 1], tokens[:, 1 : first + 2]
             if inputs == UNSHIFTED:
                 given = torch.cat([given, target.embed(tokens[:, : first + 1])], dim=-1)
             for step in range(STEPS):
-                predicted = drafter._extend(given, text)[:, -1:]
-                drafter._cache.commit_first([given.shape[1]])
+                predicted = drafter.head.extend(given, text)[:, -1:]
+                drafter.head.cache.commit_first([given.shape[1]])
                 ours, theirs = found[step][row, start + first], predicted[0, 0, : target.hidden_size]
                 scale = float(theirs.abs().max())  # of sums that cancel
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * scale)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_keys import new_head
 from overfitted_block import trained
 from programs import status
 from published import assert_equal
@@ -19,10 +20,10 @@ from torch import Tensor
 
 import eval.parity
 from drafters import TargetModel, generate, make_drafter
+from drafters.heads.block.shape import BlockShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import export
 from drafters.methods import drafter_class
-from drafters.methods.dflash import BlockOptions
 from drafters.model.draft_head import draft_ids
 from eval.figures.certificate import begun
 
@@ -61,7 +62,7 @@ def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Pa
         assert found["anchor_first"] is (given.layout == "anchor-first"), name
         shared = ["model.embed_tokens.weight", *([] if given.draft_vocab_size else ["lm_head.weight"])]
         assert sorted(name for name in found["left"] if name != "model.mask_embedding") == sorted(shared), name
-        head = kind.build_module(target.config, config["drafter"])
+        head = new_head(kind, target.config, **config["drafter"])
         head.load_state_dict(weights)
         inputs, result = (load_file(tmp_path / f"{kind}-{number}.safetensors") for kind in ("inputs", "result"))
         with torch.no_grad():
@@ -96,7 +97,7 @@ def test_the_acceptance_trained_is_the_acceptance_served(tmp_path: Path) -> None
     options = {"block_size": 8, "mask_token_id": 0, "taps": [2, 3, 6, 9], "layers": 1, "layout": "fill-in"}
     ids = new.unique()
     options |= {"draft_vocab_size": len(ids)}
-    given: Any = BlockOptions(**options)
+    given: Any = BlockShape(**options)
     head = trained(target, given, torch.cat([starts, new], dim=1), 16, ids, steps=40)
     save_checkpoint(tmp_path / "head", head, make_config("dflash", options, target))
     line = ["--checkpoint", tmp_path / "head", "--target", path, "--engine", "vllm", f"python={PYTHON}"]

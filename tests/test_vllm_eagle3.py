@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from by_keys import new_head
 from published import assert_equal
 from safetensors.torch import load_file, save_file
 from test_eagle3_layouts import FORMS, USUAL, V31, save_head, save_target
@@ -17,9 +18,10 @@ from test_vllm import PYTHON, ROOT
 from torch import Tensor
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.layouts.export import export
-from drafters.methods.eagle3 import Eagle3Drafter, Eagle3Options
+from drafters.methods.eagle import Eagle3Drafter
 from drafters.model.draft_head import draft_ids
 from eval.configs import ParityConfig
 from eval.figures.certificate import begun
@@ -78,12 +80,12 @@ def test_its_classes_load_all_of_our_heads_and_compute_what_they_do(tmp_path: Pa
     told = served_by_its_class("vllm_class.py", tmp_path, cases)
     for number, (name, found) in enumerate(zip(CASES, told, strict=True)):
         config, weights = load_checkpoint(tmp_path / f"head-{number}")
-        given = Eagle3Options(**config["drafter"])
+        given = Eagle3Shape(**config["drafter"])
         assert found["states"] == given.taps, name
         unread = [f"model.layers.{layer}.hidden_norm.weight" for layer in range(1, given.layers)]  # made, and not used
         shared = ["model.embed_tokens.weight", *([] if given.own_lm_head else ["lm_head.weight"])]
         assert sorted(found["left"]) == sorted(unread + shared), name
-        head: Any = Eagle3Drafter.build_module(target.config, config["drafter"])
+        head: Any = new_head(Eagle3Drafter, target.config, **config["drafter"])
         head.load_state_dict(weights)
         inputs, result = (load_file(tmp_path / f"{kind}-{number}.safetensors") for kind in ("inputs", "result"))
         with torch.no_grad():

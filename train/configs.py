@@ -3,7 +3,6 @@
 Keys of every drafter's training are in train/core/config.py.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -12,23 +11,14 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.dialogues.reader import source_digest
-from drafters.common.states import eagle3_taps
-from drafters.config import (
-    SHIFTED,
-    UNSHIFTED,
-    Amount,
-    Config,
-    DraftLayer,
-    DraftSize,
-    HeadInputs,
-    HeadLayer,
-    Layers,
-    Length,
-    Size,
-)
+from drafters.config import Amount, Config, DraftSize, Length, Size
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.eagle3.shape import Eagle3Shape
+from drafters.heads.kangaroo.shape import KangarooShape
+from drafters.heads.medusa.shape import MedusaShape
 from drafters.methods import method_names
 from train.core.block_config import DFlashConfig
-from train.core.config import Decay, Lora, Taps, TrainConfig, Weight
+from train.core.config import Decay, Lora, TrainConfig, Weight
 
 
 def trained_methods() -> list[str]:
@@ -59,11 +49,7 @@ class EagleConfig(TrainConfig):
     older: ClassVar[dict[str, Any]] = {"layer": "target"}
     has_recipe: ClassVar[bool] = True
 
-    inputs: HeadInputs = Field(SHIFTED, description="the head's inputs: Figure 8 of the paper")
-    fc_bias: bool = Field(False, description="a bias of fc, as in released heads for Vicuna and Llama 2")
-    layer: Literal["auto"] | HeadLayer = Field(
-        "auto", description="the head's decoder layer; auto: the target's if engines serve it, else llama"
-    )
+    head: EagleShape
     classification_weight: Weight = Field(0.1, description="w_cls of the EAGLE paper, section 3.2")
     start: Literal["random", "regression"] = Field(
         "random", description="first weights of fc: docs/training-options.md"
@@ -79,12 +65,11 @@ class EagleConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _has_what_to_feed_back(self) -> Self:
-        if self.inputs == "token" and self.unroll > 1:
+        inputs = self.head.inputs
+        if inputs == "token" and self.unroll > 1:
             raise ValueError(f"unroll: {self.unroll} feeds features back, and inputs: token has none; set unroll=1")
-        if self.fc_bias and self.inputs not in (SHIFTED, UNSHIFTED):
-            raise ValueError(f"fc_bias: true, and a head with inputs: {self.inputs} has no fc; set fc_bias=false")
-        if self.start == "regression" and self.inputs not in (SHIFTED, UNSHIFTED):
-            raise ValueError(f"start: regression fits fc, and inputs: {self.inputs} has none; set start=random")
+        if self.start == "regression" and not self.head.has_fc:
+            raise ValueError(f"start: regression fits fc, and inputs: {inputs} has none; set start=random")
         if self.start == "regression" and self.init_from is not None:
             raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
         return self
@@ -100,30 +85,15 @@ class Eagle3Config(TrainConfig):
     has_recipe: ClassVar[bool] = True
     sizes_lm_head: ClassVar[bool] = True
 
-    tap_layers: Taps | None = Field(
-        None, description="the target's states that it reads: 2 is after two layers; null: 2, n/2, n-3"
-    )
-    layer: DraftLayer = Field("llama", description="the kind of its decoder layers")
-    layers: int = Field(1, ge=1, le=64, description="number of its decoder layers")
-    sliding_window: Length | None = Field(
-        None, ge=2, description="tokens that its layers attend to, the present one included; null: all"
-    )
-    own_lm_head: bool = Field(True, description="false: it drafts with the target's LM head, which stays frozen")
+    head: Eagle3Shape
     lm_head_start: Literal["random", "target"] = Field("random", description="initial weights of its own LM head")
-    norm_before_residual: bool = Field(False, description="the residual is the feature after its norm, not before")
-    norm_before_fc: bool = Field(False, description="one norm over all states before fc")
-    fc_norm: bool = Field(False, description="a norm for each state before fc (EAGLE-3.1)")
-    norm_output: bool = Field(False, description="feed back the output after the final norm (EAGLE-3.1)")
     ttt_steps: int = Field(7, ge=1, le=16, description="steps of the training-time test")
     step_decay: Decay = Field(0.8, description="weight of each step's loss, as a share of the one before")
     mask_uncovered: bool = Field(True, description="leave out positions whose likeliest token is no draft token")
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return tuple(self.tap_layers or ())
-
-    def settled(self, layers: Callable[[], int]) -> Self:
-        return self if self.tap_layers else self.model_copy(update={"tap_layers": eagle3_taps(layers())})
+    def shape(self) -> Eagle3Shape:
+        return self.head.model_copy(update={"draft_vocab_size": self.draft_vocab, "trained_steps": self.ttt_steps})
 
     @property
     def trains_lm_head(self) -> bool:
@@ -131,14 +101,12 @@ class Eagle3Config(TrainConfig):
 
     @model_validator(mode="after")
     def _is_one_head(self) -> Self:
-        if self.sliding_window is not None and self.sliding_window <= self.ttt_steps:
+        if (window := self.head.sliding_window) is not None and window <= self.ttt_steps:
             raise ValueError(
-                f"sliding_window is {self.sliding_window}, and a chain of ttt_steps={self.ttt_steps} has to fit into "
+                f"sliding_window is {window}, and a chain of ttt_steps={self.ttt_steps} has to fit into "
                 f"it; set sliding_window={self.ttt_steps + 1} or more"
             )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are both true, two norms in one place; set one of them")
-        if not self.own_lm_head and (self.draft_vocab is not None or self.lm_head_start != "random"):
+        if not self.head.own_lm_head and (self.draft_vocab is not None or self.lm_head_start != "random"):
             raise ValueError("own_lm_head is false, so draft_vocab and lm_head_start have no effect; leave them out")
         if self.loss_vocab is not None:
             raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set that instead")
@@ -153,21 +121,15 @@ class KangarooConfig(TrainConfig):
     drafter: ClassVar[str] = "kangaroo"
     has_recipe: ClassVar[bool] = True
 
-    exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
-    ffn: bool = Field(False, description="an adapter with an MLP (Table 2 of the paper): larger, and no better")
-    own_lm_head: bool = Field(False, description="an LM head of its own, initially the target's (Table 2)")
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.exit_layer,)
+    head: KangarooShape
 
     @property
     def trains_lm_head(self) -> bool:
-        return self.own_lm_head
+        return self.head.own_lm_head
 
     @model_validator(mode="after")
     def _keeps_its_lm_head_whole(self) -> Self:
-        if self.own_lm_head and self.zero_stage == 3:
+        if self.head.own_lm_head and self.zero_stage == 3:
             raise ValueError("zero_stage is 3, which would split the adapter's own LM head; set 0, 1 or 2")
         return self
 
@@ -194,9 +156,7 @@ class MedusaConfig(TrainConfig):
 
     drafter: ClassVar[str] = "medusa"
 
-    heads: int = Field(4, ge=1, le=64, description="K: head k predicts the token k + 1 ahead")
-    layers: int = Field(1, ge=1, le=16, description="residual blocks of a head")
-    own_lm_heads: bool = Field(False, description="as published: each head has its own LM head, initially the target's")
+    head: MedusaShape
     labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
     head_decay: Decay = Field(0.8, description="weight of head k's loss: lambda_k = head_decay^k")
     joint: Joint | None = None
@@ -212,21 +172,21 @@ class MedusaConfig(TrainConfig):
 
     @property
     def trains_lm_head(self) -> bool:
-        return self.own_lm_heads
+        return self.head.own_lm_heads
 
     @property
     def computes_in(self) -> str:
-        return "float32" if self.own_lm_heads else self.precision
+        return "float32" if self.head.own_lm_heads else self.precision
 
     @model_validator(mode="after")
     def _has_such_a_loss(self) -> Self:
         if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
             raise ValueError("labels: tokens needs classification_loss: cross_entropy and top_k_weight: 0; set them")
-        if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
+        if self.head.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
             # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
             raise ValueError("with own_lm_heads, set precision=float32 zero_stage=0 or own_lm_heads=false")
         for key in ("own_lm_heads", "lora", "loss_vocab", "top_k_weight") if self.joint else ():
-            if value := getattr(self, key):
+            if value := getattr(self.head if key == "own_lm_heads" else self, key):
                 raise ValueError(f"{key} is {value}, and joint tunes the whole target (or by joint.lora); leave it out")
         if self.joint and self.classification_loss != "cross_entropy":
             raise ValueError(f"joint needs classification_loss: cross_entropy, found {self.classification_loss}")

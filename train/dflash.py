@@ -56,24 +56,14 @@ class DFlashTask(Task):
 
     def __init__(self, config: DFlashConfig, ends: FrozenEnds) -> None:
         super().__init__(config.settled(lambda: ends.config.num_hidden_layers), ends)
-        if config.mask_token_id >= ends.lm_head.out_features:
-            raise ValueError(
-                f"mask_token_id is {config.mask_token_id:,}, and the target's vocabulary has "
-                f"{ends.lm_head.out_features:,} tokens; give an id below that, of a token that texts lack"
-            )
         head: Any = self.module
-        self.layers_config, self.block_size, self.slots = head.config, config.block_size, config.slots
+        self.layers_config, self.block_size, self.slots = head.config, head.shape.block_size, head.shape.slots
         self.against_logits = config.target_weight > 0
         if head.lm_head is not None:
             self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
 
     def check_attention(self) -> None:
         """Blocks are attended to by code of this package only."""
-
-    def drafter_config(self) -> dict[str, Any]:
-        names = ("layout", "block_size", "mask_token_id", "layer", "layers", "causal")
-        options = self.shape | {name: getattr(self.config, name) for name in names}
-        return options | {"taps": list(self.config.taps), "draft_vocab_size": self.config.draft_vocab}
 
     @property
     def loss_tokens(self) -> int | None:
@@ -109,7 +99,7 @@ class DFlashTask(Task):
 
     def most_rows(self, lengths: list[int]) -> tuple[int, int]:
         blocks = sum(self.most_blocks(length) for length in lengths)
-        return blocks * self.config.block_size, blocks * self.slots
+        return blocks * self.config.head.block_size, blocks * self.slots
 
     def trained_rows(self, positions: float) -> float:
         return self.slots * self.most_blocks(positions)
@@ -148,7 +138,7 @@ class DFlashTask(Task):
             shortest = min([shortest, *begins.tolist()])
         if not whole and (longest := longest_answer(train)) < slots:
             raise ValueError(
-                f"block_size is {self.config.block_size}, whose blocks predict {slots} tokens, and the longest answer "
+                f"block_size is {self.block_size}, whose blocks predict {slots} tokens, and the longest answer "
                 f"has {longest} tokens, so that no anchor has a whole block; set a smaller block_size"
             )
         of = f" of the first {count:,} dialogues" if count < len(train) else ""
@@ -172,16 +162,16 @@ class DFlashTask(Task):
 
     def states(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """``[m, K, H]``, as they enter the LM head: of the slots that predict, of all blocks."""
-        config, device = self.config, batch.input_ids.device
+        shape, device = self.config.head, batch.input_ids.device
         anchors = torch.tensor([place for own in batch.anchors for place in own], dtype=torch.int64, device=device)
-        masks = anchors.new_full((len(anchors), config.block_size - 1), config.mask_token_id)
+        masks = anchors.new_full((len(anchors), shape.block_size - 1), shape.mask_token_id)
         ids = torch.cat([batch.input_ids[0, anchor_rows(batch)][:, None], masks], dim=1)
-        places = anchors[:, None] + torch.arange(config.block_size, device=device)
-        features = torch.cat([batch.taps[tap] for tap in config.taps], dim=-1)
+        places = anchors[:, None] + torch.arange(shape.block_size, device=device)
+        features = torch.cat([batch.taps[tap] for tap in shape.reads], dim=-1)
         positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
-        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, config.block_size, config.causal)
+        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, shape.block_size, shape.causal)
         found = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
-        return found.view(len(anchors), config.block_size, found.shape[-1])[:, config.block_size - config.slots :]
+        return found.view(len(anchors), shape.block_size, found.shape[-1])[:, shape.first_slot :]
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Further parts of the pairs, from the slots' states ``[m, K, H]``, if slots depend on the tokens before."""
@@ -193,11 +183,11 @@ class DFlashTask(Task):
         if config.position_weights == "uniform":
             return None
         if config.position_weights == "exponential":
-            each = torch.exp(-torch.arange(config.slots, device=device) / config.decay)
-            return (each / each.mean())[batch.places % config.slots][None]
-        accepted = torch.zeros(sum(map(len, batch.anchors)) * config.slots, device=device)
+            each = torch.exp(-torch.arange(self.slots, device=device) / config.decay)
+            return (each / each.mean())[batch.places % self.slots][None]
+        accepted = torch.zeros(sum(map(len, batch.anchors)) * self.slots, device=device)
         accepted[batch.places] = (1 + self.acceptance(pairs)) / 2
-        survival = accepted.view(-1, config.slots).cumprod(1)  # 0 behind the last trained slot
+        survival = accepted.view(-1, self.slots).cumprod(1)  # 0 behind the last trained slot
         return survival.flip(1).cumsum(1).flip(1).flatten()[batch.places][None]
 
     @torch.no_grad()

@@ -52,16 +52,12 @@ class DSparkTask(DFlashTask):
         # The loss multiplies with W2; W1 is an embedding.
         self.lm_heads = (*self.lm_heads, "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
-    def drafter_config(self) -> dict[str, Any]:
-        names = ("markov_head", "markov_rank", "confidence_head")
-        return super().drafter_config() | {name: getattr(self.config, name) for name in names}
-
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         head: Any = self.module
         previous = self.tokens_before_slots(batch)
         latents = head.markov_head(previous, states).flatten(0, 1)
         found = {"latents": latents[batch.places][None]}
-        if self.config.confidence_head:
+        if self.config.head.confidence_head:
             chosen = states.flatten(0, 1)[batch.places], previous.flatten()[batch.places]
             found["confidence"] = head.confidence(*chosen)
         return found

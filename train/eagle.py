@@ -26,7 +26,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from drafters.config import SHIFTED, UNSHIFTED
 from drafters.model.ends import FrozenEnds
 from drafters.model.layers import default_layer
 from train.core.losses import Pairs, regression_sum
@@ -62,16 +61,12 @@ class EagleTask(Task):
     constant_inputs = ("fc.weight",)  # it reads features and embeddings
 
     def __init__(self, config: EagleConfig, ends: FrozenEnds) -> None:
-        if config.layer == "auto":  # run.json records the settled value, which a resumed run needs
-            config = config.model_copy(update={"layer": default_layer(ends.config)})
+        if config.head.layer == "auto":  # run.json records the settled value, which a resumed run needs
+            head = config.head.model_copy(update={"layer": default_layer(ends.config)})
+            config = config.model_copy(update={"head": head})
         super().__init__(config, ends)
         self.predictions = self.passes = config.unroll
-        self.token_shift = 0 if config.inputs == UNSHIFTED else 1  # row i reads token i + token_shift
-
-    def drafter_config(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"layer": self.config.layer}
-        options |= {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
-        return options | ({"fc_bias": True} if self.config.fc_bias else {})
+        self.token_shift = config.head.token_shift
 
     def fit(self, train: Source) -> None:
         fit_fc(self, train, 0.0 if self.config.noise == "none" else NOISE_WIDTH)

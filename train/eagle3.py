@@ -59,18 +59,10 @@ class Eagle3Task(Task):
         self.predictions = self.passes = config.ttt_steps
         head: Any = self.module
         self.layers_config = head.config
-        if config.own_lm_head:
+        if config.head.own_lm_head:
             self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
         if config.lm_head_start == "target" and config.draft_vocab is None:
             head.lm_head.weight.data.copy_(ends.lm_head.scaled)
-
-    def drafter_config(self) -> dict[str, Any]:
-        config = self.config
-        flags = ("own_lm_head", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        options: dict[str, Any] = {"taps": list(config.taps), "layer": config.layer, "layers": config.layers}
-        options |= {"draft_vocab_size": config.draft_vocab, "trained_steps": config.ttt_steps}
-        options |= {"sliding_window": config.sliding_window} | self.shape
-        return options | {name: getattr(config, name) for name in flags}
 
     @property
     def loss_tokens(self) -> int | None:

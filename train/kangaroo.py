@@ -39,14 +39,10 @@ class KangarooTask(Task):
 
     def __init__(self, config: KangarooConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
-        if config.own_lm_head:
+        if config.head.own_lm_head:
             head: Any = self.module.lm_head
             head.weight.data.copy_(ends.lm_head.scaled)
             self.heads.own, self.lm_heads = [head], ("lm_head.weight",)
 
-    def drafter_config(self) -> dict[str, Any]:
-        parts = {key: True for key in ("ffn", "own_lm_head") if getattr(self.config, key)}
-        return {"exit_layer": self.config.exit_layer} | parts
-
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        return module(batch.taps[self.config.exit_layer], batch.position_ids, batch.attention())
+        return module(batch.taps[self.config.head.exit_layer], batch.position_ids, batch.attention())

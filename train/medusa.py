@@ -59,21 +59,18 @@ class MedusaTask(Task):
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         module: Any = self.module
-        self.heads.own = module.lm_heads() if config.own_lm_heads else []
+        self.heads.own = module.lm_heads() if config.head.own_lm_heads else []
         for head in self.heads.own:
             head.weight.data.copy_(ends.lm_head.scaled)
-        every = range(config.heads)
-        self.predictions, self.earliest = config.heads, config.heads + 1
+        every = range(config.head.heads)
+        self.predictions, self.earliest = config.head.heads, config.head.heads + 1
         self.constant_inputs = tuple(f"{head}.0.linear.weight" for head in every)
-        self.lm_heads = tuple(f"{head}.{config.layers}.weight" for head in every) if self.heads.own else ()
+        self.lm_heads = tuple(f"{head}.{config.head.layers}.weight" for head in every) if self.heads.own else ()
         self.against_logits = config.labels == "target"
-
-    def drafter_config(self) -> dict[str, Any]:
-        return {key: getattr(self.config, key) for key in ("heads", "layers", "own_lm_heads")}
 
     def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
         """The positions whose next token belongs to an answer, and from which all heads read their own dialogue."""
-        trained = batch.shifted(batch.loss_mask, 1) & (batch.position_ids >= self.config.heads)
+        trained = batch.shifted(batch.loss_mask, 1) & (batch.position_ids >= self.config.head.heads)
         return trained.flatten().nonzero().squeeze(1)
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -123,7 +120,7 @@ class JointTask(MedusaTask):
     def build(self) -> nn.Module:
         assert self.config.joint is not None
         target = causal_module("target", self.config.target, self.ends.config, self.config.joint.lora)
-        return JointModule(target, self.drafter.build_module(self.ends.config, self.drafter_config()))
+        return JointModule(target, self.drafter.build_module(self.ends.config, self.head))
 
     def check_attention(self) -> None:
         check_attention(self.module.target, f"target: {self.config.target}")

@@ -16,8 +16,10 @@ from data_prep.store.manifest import StoreManifest
 from drafters.common.paths import hub_names
 from drafters.common.provenance import git_commit, library_versions
 from drafters.common.states import named_states, taps_for
-from drafters.methods.eagle import EagleHead
-from drafters.methods.kangaroo import KangarooAdapter
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.layers import default_layer
@@ -107,6 +109,6 @@ def check_heads(methods: list[str], model: PretrainedConfig) -> None:
     """Raise ValueError if a method's head is made of the target's own layers, and cannot be made of this family's."""
     with torch.device("meta"):
         if "kangaroo" in methods:
-            KangarooAdapter(model)
+            KangarooAdapter(model, KangarooShape(exit_layer=1))
         if "eagle" in methods:
-            EagleHead(model, layer=default_layer(model))
+            EagleHead(model, EagleShape(layer=default_layer(model)))

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from drafters.common.states import dflash_taps, from_inputs, from_outputs
 from drafters.common.wording import shortened
+from drafters.heads.block.shape import BlockShape, DSparkShape, MarkovKind
 from drafters.layouts import state_heads
 from drafters.layouts.config import CONFIG_FILE, made_from
 from drafters.layouts.released import T2D, block_method
@@ -45,12 +46,10 @@ from drafters.layouts.state_heads import (
     states_of_fc,
     too_short,
 )
-from drafters.methods.dflash import BlockOptions
-from drafters.methods.dspark import DSparkOptions, MarkovKind
 from drafters.model.draft_head import D2T
 from drafters.model.layers import layer_kind
 
-METHODS: dict[str, type[BlockOptions]] = {"dflash": BlockOptions, "dspark": DSparkOptions}
+METHODS: dict[str, type[BlockShape]] = {"dflash": BlockShape, "dspark": DSparkShape}
 NOUNS = {"dflash": "a DFlash head", "dspark": "a DSpark head"}
 FILL_IN, ANCHOR_FIRST = "fill-in", "anchor-first"
 ANCHOR = "sample_from_anchor"  # true: anchor-first

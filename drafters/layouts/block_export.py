@@ -44,8 +44,7 @@ from drafters.layouts.state_heads import (
     with_draft_vocabulary,
 )
 from drafters.methods import drafter_class
-from drafters.methods.dflash import BlockOptions
-from drafters.methods.dspark import DSparkOptions
+from drafters.methods.block import BlockShape, DSparkShape
 from drafters.model.files import load_config_only
 from drafters.model.layers import layer_kind
 
@@ -65,7 +64,8 @@ _SLOTS = {
 def form(
     checkpoint: str,
     to: str,
-    options: BlockOptions,
+    options: BlockShape,
+    drafting: Config,
     target: PretrainedConfig,
     weights: dict[str, Tensor],
     origin: dict[str, Any],
@@ -80,32 +80,33 @@ def form(
     config = _config(to, options, target, dtype_name(found["fc.weight"].dtype), origin)
     refused, _ = check_head(config, renamed(found), target, checkpoint)
     able, told = loaded_by(to, refused, {one: no_target(one, target.model_type) for one in READERS})
-    temperatures = temperatures_of(options) if "sglang" in able else None
+    temperatures = temperatures_of(options, drafting) if "sglang" in able else None
     return Form(config, found, None, able, told, options.slots, temperatures)
 
 
-def temperatures_of(options: Config) -> list[float] | None:
+def temperatures_of(shape: Any, drafting: Any) -> list[float] | None:
     """The temperatures of a calibrated confidence head, one for each position; None for other heads."""
-    if not isinstance(options, DSparkOptions) or not options.confidence_head:
+    if not isinstance(shape, DSparkShape) or not shape.confidence_head:
         return None  # those of max q, which SGLang does not read
-    return options.confidence_temperatures
+    found: list[float] | None = drafting.confidence_temperatures
+    return found
 
 
-def method_of(options: BlockOptions) -> str:
+def method_of(options: BlockShape) -> str:
     """The method with these options."""
-    return "dspark" if isinstance(options, DSparkOptions) else "dflash"
+    return "dspark" if isinstance(options, DSparkShape) else "dflash"
 
 
-def _module(options: BlockOptions, target: PretrainedConfig) -> nn.Module:
+def _module(options: BlockShape, target: PretrainedConfig) -> nn.Module:
     kind: Any = drafter_class(method_of(options))
-    return cast(nn.Module, kind.build_module(target, options.model_dump()))
+    return cast(nn.Module, kind.build_module(target, options))
 
 
 def _config(
-    to: str, options: BlockOptions, target: PretrainedConfig, dtype: str, origin: Mapping[str, Any]
+    to: str, options: BlockShape, target: PretrainedConfig, dtype: str, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
     shape: Any = layer_kind(target, options.layer, options.shape).config
-    method, taps, anchor_first = method_of(options), list(options.taps), options.layout == ANCHOR_FIRST
+    method, taps, anchor_first = method_of(options), list(options.reads), options.layout == ANCHOR_FIRST
     layer = layer_keys(shape, options.layer, options.layers) | {"layer_types": ["full_attention"] * options.layers}
     told = {
         "layer": options.layer,
@@ -118,7 +119,7 @@ def _config(
     }
     head: dict[str, Any] = {"block_size": options.block_size, "tie_word_embeddings": False}
     head |= {"draft_vocab_size": options.draft_vocab_size or target.vocab_size, "dtype": dtype, "torch_dtype": dtype}
-    markov = _markov_keys(options) if isinstance(options, DSparkOptions) else {}
+    markov = _markov_keys(options) if isinstance(options, DSparkShape) else {}
     block: dict[str, Any] = {"mask_token_id": options.mask_token_id, ANCHOR: anchor_first}
     if to == "speculators":
         told |= {AUX_IDS: "inputs of layers: hidden states"}
@@ -136,7 +137,7 @@ def _config(
     return found | {"dflash_config": block | {"causal": options.causal}, "architectures": [ZLAB]}
 
 
-def _markov_keys(options: DSparkOptions) -> dict[str, Any]:
+def _markov_keys(options: DSparkShape) -> dict[str, Any]:
     return {
         "markov_rank": options.markov_rank,
         "markov_head_type": options.markov_head,
@@ -145,11 +146,11 @@ def _markov_keys(options: DSparkOptions) -> dict[str, Any]:
     }
 
 
-def why_not(to: str, options: BlockOptions, target: PretrainedConfig) -> str | None:
+def why_not(to: str, options: BlockShape, target: PretrainedConfig) -> str | None:
     """Why ``to`` cannot serve a head with these ``options``; None if it can."""
-    taps, rows, last = list(options.taps), options.draft_vocab_size, target.num_hidden_layers
+    taps, rows, last = list(options.reads), options.draft_vocab_size, target.num_hidden_layers
     dflash, fill_in = method_of(options) == "dflash", options.layout == FILL_IN
-    markov = options.markov_head if isinstance(options, DSparkOptions) else "vanilla"
+    markov = options.markov_head if isinstance(options, DSparkShape) else "vanilla"
     only_fill_in = (dflash and not fill_in, f"its DFlash predicts no token at the anchor (layout {FILL_IN})")
     only_vanilla = (markov != "vanilla", f"it has no Markov head of the kind {markov!r}; train one with vanilla")
     targets_head = "it drafts with the target's LM head; train one without draft_vocab"

@@ -86,12 +86,12 @@ def convert(
         notices += more
     else:
         options = _options(config, weights, kind, ends, source, target, notices)
-        if "exit_layer" in kind.options.model_fields:
+        if "exit_layer" in kind.shape.model_fields:
             options |= {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
     _check_made_for(config, ends, source, target)
     if embedding is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
-    load_state(kind.build_module(ends.config, options), weights, source)
+    load_state(kind.build_module(ends.config, kind.read_section(options, source)[0]), weights, source)
     written = {
         "drafter_type": kind.name,
         "format_version": FORMAT_VERSION,
@@ -176,7 +176,7 @@ def _check_known(
         held = ", ".join(sorted(weights)[:3]) or "nothing"
         raise ValueError(f"{source} is no head of a known kind (known: {known}): it holds {held}")
     for option, given, has in (
-        ("--exit-layer", exit_layer, "exit_layer" in kind.options.model_fields),
+        ("--exit-layer", exit_layer, "exit_layer" in kind.shape.model_fields),
         ("--layout", layout, kind.name in block.METHODS),
         ("--taps", taps, kind.name in STATE_HEADS),
     ):

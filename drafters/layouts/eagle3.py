@@ -28,6 +28,7 @@ from transformers import PretrainedConfig
 from drafters.common.states import from_inputs, from_outputs
 from drafters.common.wording import shortened
 from drafters.config import validate
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.layouts import state_heads
 from drafters.layouts.config import CONFIG_FILE, made_from
 from drafters.layouts.released import T2D
@@ -48,8 +49,8 @@ from drafters.layouts.state_heads import (
     states_of_fc,
     too_short,
 )
-from drafters.methods.eagle3 import Eagle3Options, head_kind
 from drafters.model.draft_head import D2T
+from drafters.model.layers import layer_kind
 
 METHOD = "eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -120,8 +121,7 @@ def read(
     options |= {"own_lm_head": rows is not None} | ({"draft_vocab_size": rows} if rows != target.vocab_size else {})
     options["layer"] = layer_of(flat, weights, source, notes)
     options["layers"] = flat.get("num_hidden_layers", 1)
-    kind = head_kind(target, Eagle3Options(**{key: options[key] for key in ("taps", "layer", "layers")}))
-    options["shape"] = shape_of(flat, weights, kind.config, source)
+    options["shape"] = shape_of(flat, weights, layer_kind(target, options["layer"]).config, source)
     notes += too_short(flat, target)
     kinds, window = {*(flat.get("layer_types") or ())}, flat.get("sliding_window")
     if kinds == {"sliding_attention"} and window is not None:
@@ -133,7 +133,7 @@ def read(
         )
     if (steps := made_from(config).get("trained_steps")) is not None:
         options["trained_steps"] = steps
-    found = validate(Eagle3Options, options, source).model_dump(exclude_defaults=True, exclude_none=True)
+    found = validate(Eagle3Shape, options, source).model_dump(exclude_defaults=True, exclude_none=True)
     return Reading(found | {"taps": options["taps"]}, notes, doubts)
 
 

@@ -9,7 +9,9 @@ from transformers import PretrainedConfig
 
 from drafters.common.states import from_outputs, to_inputs, to_outputs
 from drafters.common.wording import dtype_name
-from drafters.config import validate
+from drafters.config import Config, validate
+from drafters.heads.eagle3.module import Eagle3Head
+from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.hub.checkpoint import load_state
 from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, MADE_FROM, rope
@@ -38,9 +40,9 @@ from drafters.layouts.state_heads import (
     told_state,
     with_draft_vocabulary,
 )
-from drafters.methods.eagle3 import Eagle3Head, Eagle3Options, head_kind
 from drafters.model.draft_head import D2T
 from drafters.model.files import load_config_only
+from drafters.model.layers import layer_kind
 
 STEPS = 5  # tokens of a draft in speculators' config.json; engines take another number on their command line
 LLAMA_CPP_SINCE = "July 2026 (pull request 25794)"  # reads the numbers of the states; before, it took the usual ones
@@ -72,7 +74,8 @@ _TARGETS = {
 def form(
     checkpoint: str,
     to: str,
-    options: Eagle3Options,
+    options: Eagle3Shape,
+    drafting: Config,
     target: PretrainedConfig,
     weights: dict[str, Tensor],
     origin: dict[str, Any],
@@ -90,7 +93,7 @@ def form(
 
 
 def exported(
-    to: str, weights: Mapping[str, Tensor], options: Eagle3Options, target: PretrainedConfig, origin: Mapping[str, Any]
+    to: str, weights: Mapping[str, Tensor], options: Eagle3Shape, target: PretrainedConfig, origin: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and tensors of a head in the form of ``to``, which can serve it (``why_not``).
 
@@ -106,10 +109,10 @@ def exported(
 
 
 def _config(
-    to: str, options: Eagle3Options, target: PretrainedConfig, dtype: str, origin: Mapping[str, Any]
+    to: str, options: Eagle3Shape, target: PretrainedConfig, dtype: str, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    shape: Any = head_kind(target, options).config
-    turning, taps = rope(shape.to_dict()), list(options.taps)
+    shape: Any = layer_kind(target, options.layer, options.shape).config
+    turning, taps = rope(shape.to_dict()), list(options.reads)
     layer = layer_keys(shape, options.layer, options.layers)
     if options.sliding_window is not None:
         layer |= {"layer_types": ["sliding_attention"] * options.layers, "use_sliding_window": True}
@@ -134,15 +137,15 @@ def _config(
     return found
 
 
-def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Mapping[str, Any]) -> dict[str, Any]:
+def _told(to: str, options: Eagle3Shape, target: PretrainedConfig, turning: Mapping[str, Any]) -> dict[str, Any]:
     """What ``made_from`` says so that no reader has to guess."""
     counted = "outputs of layers: hidden states - 1" if to == "sglang" else "inputs of layers: hidden states"
     after = "after" if options.norm_output else "before"
     steps = {} if options.trained_steps is None else {"trained_steps": options.trained_steps}
     return {
         "layer": options.layer,
-        "taps": list(options.taps),
-        "states": [told_state(tap, target.num_hidden_layers) for tap in options.taps],
+        "taps": list(options.reads),
+        "states": [told_state(tap, target.num_hidden_layers) for tap in options.reads],
         IDS: counted,
         "fed_back": f"the layer's output {after} the final norm",
         "rope": dict(turning),
@@ -151,10 +154,10 @@ def _told(to: str, options: Eagle3Options, target: PretrainedConfig, turning: Ma
     }
 
 
-def why_not(to: str, options: Eagle3Options, target: PretrainedConfig) -> str | None:
+def why_not(to: str, options: Eagle3Shape, target: PretrainedConfig) -> str | None:
     """Why ``to`` cannot serve a head with these ``options``; None if it can."""
-    taps, usual = list(options.taps), standard_taps(target.num_hidden_layers)
-    shape: Any = head_kind(target, options).config
+    taps, usual = list(options.reads), standard_taps(target.num_hidden_layers)
+    shape: Any = layer_kind(target, options.layer, options.shape).config
     flags = [flag for flag in FLAGS if getattr(options, flag)]
     plain_heads = shape.head_dim * shape.num_attention_heads == shape.hidden_size
     kind, several = rope(shape.to_dict())["rope_type"], options.layers > 1
@@ -200,12 +203,12 @@ def no_target(to: str, family: str) -> str | None:
     return f"its targets of the family {family!r} hand over no states for EAGLE-3"
 
 
-def notices(to: str, options: Eagle3Options, target: PretrainedConfig) -> list[str]:
+def notices(to: str, options: Eagle3Shape, target: PretrainedConfig) -> list[str]:
     """What a user of the export has to know."""
     found, usual = [], standard_taps(target.num_hidden_layers)
     if options.draft_vocab_size == target.vocab_size:
         found.append(f"{D2T} is left out: the draft vocabulary is the target's")
-    if to == "llama.cpp" and (list(options.taps) != usual or options.norm_before_fc):
+    if to == "llama.cpp" and (list(options.reads) != usual or options.norm_before_fc):
         found.append(f"convert it with a llama.cpp of {LLAMA_CPP_SINCE} or later; older ones read the states {usual}")
     return found
 
@@ -231,7 +234,7 @@ def check_head(
         ValueError: everything that is wrong with the head, whichever program loads it.
     """
     read_as = read(config, weights, target, source)
-    options = validate(Eagle3Options, read_as.options, source=source)
+    options = validate(Eagle3Shape, read_as.options, source=source)
     if found := read_as.doubts + _problems(config, weights, options, target):
         raise ValueError(f"{source} is not an EAGLE-3 head that would be served as it is: {'; '.join(found)}")
     loaded, refused = _LOADED_BY.get(architecture_of(config), ()), dict[str, str | None]()
@@ -263,7 +266,7 @@ def check(
 
 
 def _problems(
-    config: Mapping[str, Any], weights: Mapping[str, Tensor], options: Eagle3Options, target: PretrainedConfig
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], options: Eagle3Shape, target: PretrainedConfig
 ) -> list[str]:
     flat = flattened(config, CONFIG_FILE)
     found = problems(config, flat, weights, lambda: Eagle3Head(target, options), target, positions=2048)

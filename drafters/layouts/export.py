@@ -12,7 +12,6 @@ from drafters.common.files import check_new_folder, replace_json, replace_text, 
 from drafters.common.fingerprints import same_weights
 from drafters.common.paths import hub_names, readable, shown_name
 from drafters.common.wording import dtype_name
-from drafters.config import validate
 from drafters.hub.checkpoint import CONFIDENCE_FILE, WEIGHTS_FILE, load_checkpoint, load_state, parse_config
 from drafters.hub.declared import READERS
 from drafters.layouts import block, block_export, eagle3, eagle3_export
@@ -73,7 +72,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     trained, method, given = config["target"], config["drafter_type"], config["drafter"]
     kind = learned(method)
     _refuse(checkpoint, to, _method_refused(to, kind, given))
-    options: Any = validate(kind.options, given, source=f"{checkpoint}: options of drafter {method!r}")
+    head, drafting = kind.read_section(given, source=f"{checkpoint}: options of drafter {method!r}")
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
     _refuse(checkpoint, to, _unserved(to, kind, given, family))
@@ -87,7 +86,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     loaded = hub_names(checkpoint, name)
     origin = _made_from(config, checkpoint, kind, {*parse_config(config, checkpoint).hub_names, *loaded})
     form_of = STATE_HEADS[method].form if method in STATE_HEADS else _one_layer_form
-    form: Form = form_of(checkpoint, to, options, family, weights, origin)
+    form: Form = form_of(checkpoint, to, head, drafting, family, weights, origin)
     calibrated = form.temperatures is not None
     shown = shown_name(checkpoint, loaded), shown_name(name, loaded), to, Path(out.name)
     about = Exported(*shown, form.hot, method, form.readers, form.steps, calibrated)
@@ -99,25 +98,26 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
 def _one_layer_form(
     checkpoint: str,
     to: str,
-    options: Any,
+    head: Any,
+    drafting: Any,
     family: "PretrainedConfig",
     weights: dict[str, Tensor],
     origin: dict[str, Any],
 ) -> Form:
     """The head of one layer of the target's kind, or of Llama's, in the form of ``to``."""
     kind = learned(origin["drafter_type"])
-    layout, given = kind.layout, options.model_dump(exclude_defaults=True)
+    layout, given = kind.layout, head.stored()
     if (ids := weights.pop(DRAFT_IDS, None)) is not None:
         check_ids(ids, family.vocab_size, checkpoint)
-    kept_ids(ids, options, family.vocab_size, checkpoint)  # refuses what drafting would
-    hot = None if options.draft_vocab is None else ids  # all of them: an engine adds no tokens of the text
-    load_state(kind.build_module(family, given), weights, checkpoint)
+    kept_ids(ids, drafting, family.vocab_size, checkpoint)  # refuses what drafting would
+    hot = None if drafting.draft_vocab is None else ids  # all of them: an engine adds no tokens of the text
+    load_state(kind.build_module(family, head), weights, checkpoint)
     bias = layout.has_bias(given)
     if bias and not weights[str(layout.bias)].any():
         weights.pop(str(layout.bias))
         bias = False
     weights = in_one_dtype(weights)
-    shape = layer_config(family, getattr(options, "layer", "target"))
+    shape = layer_config(family, getattr(head, "layer", "target"))
     written = head_config(shape, to, bias, next(iter(weights.values())).dtype)
     written |= {MADE_FROM: origin}
     _refuse(checkpoint, to, why_not(to, written, layout, bias))
@@ -230,8 +230,8 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
     known = parse_config(config, str(folder)).hub_names
     sections, target = [], base_model or shown_name(trained["name"], known)
     hot = None if options.get("draft_vocab") is None else weights.get(DRAFT_IDS)
-    given: Any = validate(learned(method).options, options, source=str(folder))
-    steps, calibrated = getattr(given, "slots", STEPS), block_export.temperatures_of(given) is not None
+    head, drafting = learned(method).read_section(options, source=str(folder))
+    steps, calibrated = getattr(head, "slots", STEPS), block_export.temperatures_of(head, drafting) is not None
     for to, how in (("vllm", vllm), ("sglang", sglang)):
         if reasons[to] is None:
             out = Path(f"{repo_id.split('/')[-1]}-{to}")
@@ -270,7 +270,7 @@ def _unserved(
 ) -> str | None:
     """Why ``to`` cannot serve a head with these options; None if it can."""
     if kind.name in STATE_HEADS:
-        return STATE_HEADS[kind.name].why_not(to, validate(kind.options, dict(options), source="drafter"), target)
+        return STATE_HEADS[kind.name].why_not(to, kind.read_section(options, source="drafter")[0], target)
     return _layer_refused(to, kind, options, target)
 
 
@@ -290,7 +290,7 @@ def _layer_refused(
         return None
     of = f"the family {target.model_type!r}" + (f" with {' and '.join(more)}" if more else "")
     known = f"{', '.join(families)} without biases, with silu and RoPE {', '.join(ROPES)}"
-    known += "; train one with layer=llama" if "layer" in kind.options.model_fields else ""
+    known += "; train one with layer=llama" if "layer" in kind.shape.model_fields else ""
     return f"its layer is that of {of}, and {READERS[to]} has those of {known}"
 
 
@@ -302,7 +302,7 @@ def _made_from(
     found = {"drafter": shown_name(checkpoint, known), "drafter_type": config["drafter_type"]}
     found |= {"target": shown_name(target["name"], known), "target_revision": target["revision"]}
     found |= {"target_fingerprint": target["fingerprint"]}
-    found |= {"layer": options.get("layer", "target")} if "layer" in kind.options.model_fields else {}
+    found |= {"layer": options.get("layer", "target")} if "layer" in kind.shape.model_fields else {}
     return found | ({"exit_layer": options["exit_layer"]} if "exit_layer" in options else {})
 
 

@@ -20,7 +20,7 @@ from drafters.hub.checkpoint import WEIGHTS_FILE
 from drafters.hub.declared import READERS, Layout
 from drafters.layouts.config import CONFIG_FILE, made_from, older_rope, rope, size, tensors
 from drafters.methods import drafter_class, method_names
-from drafters.methods.eagle3 import Eagle3Drafter
+from drafters.methods.eagle import Eagle3Drafter
 from drafters.model.draft_head import D2T
 from drafters.model.ends import load_frozen_ends
 from drafters.model.layers import ROPES, default_layer
@@ -112,7 +112,7 @@ def kind_of(weights: Mapping[str, Tensor]) -> type["LearnedDrafter"]:
 
 def head_layer(config: Mapping[str, Any], target: "PretrainedConfig", kind: type["LearnedDrafter"]) -> HeadLayer:
     """The kind of decoder layer of a head with this ``config.json``."""
-    if "layer" not in kind.options.model_fields:
+    if "layer" not in kind.shape.model_fields:
         return "target"
     exported = made_from(config).get("layer")
     if (known := next((layer for layer in get_args(HeadLayer) if layer == exported), None)) is not None:

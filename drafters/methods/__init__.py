@@ -1,56 +1,66 @@
-"""``make_drafter``: a drafter by the name of its method, which is the name of its file.
+"""``make_drafter``: a drafter by the name of its method.
 
-A method's file is imported when its name is used.
+``METHODS`` is the one list of methods. A method's file is imported when its name is used.
 """
 
 import difflib
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch, and a mistyped name is answered without it
     from drafters.base import Drafter
     from drafters.model.target import TargetModel
 
+# Name in configs -> module in this package, and class.
+METHODS = {
+    "autoregressive": "autoregressive:AutoregressiveDrafter",
+    "bild": "papers.bild:BiLDDrafter",
+    "cascade": "papers.cascade:CascadeDrafter",
+    "dflash": "block:DFlashDrafter",
+    "dspark": "block:DSparkDrafter",
+    "eagle": "eagle:EagleDrafter",
+    "eagle3": "eagle:Eagle3Drafter",
+    "hybrid": "hybrid:HybridDrafter",
+    "kangaroo": "kangaroo:KangarooDrafter",
+    "llmcad": "papers.llmcad:LLMCadDrafter",
+    "lookahead": "papers.lookahead:LookaheadDrafter",
+    "medusa": "medusa:MedusaDrafter",
+    "mjgd": "papers.mjgd:MJGDDrafter",
+    "mjsd": "papers.mjsd:MJSDDrafter",
+    "ouroboros": "papers.ouroboros:OuroborosDrafter",
+    "prompt_lookup": "prompt_lookup:PromptLookupDrafter",
+    "replay": "replay:ReplayDrafter",
+    "rest": "papers.rest:RestDrafter",
+    "specinfer": "papers.specinfer:SpecInferDrafter",
+    "spectr": "papers.spectr:SpecTrDrafter",
+    "speculative": "speculative:SpeculativeDrafter",
+    "suffix": "suffix:SuffixDrafter",
+}
 
-def method_names(declaring: str = "name") -> list[str]:
-    """Names of the methods: the files of this package with a class that has the file's name.
 
-    Args:
-        declaring: a class attribute; methods that do not set it are left out.
-    """
-    return sorted(name for name, text in _methods().items() if f"    {declaring} = " in text)
-
-
-@cache
-def _methods() -> dict[str, str]:
-    """The text of each method's file. Each is read once: every drafter that is made asks for it."""
-    files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
-    return {name: text for name, text in texts.items() if f'    name = "{name}"\n' in text}
+def method_names() -> list[str]:
+    """Return the names of the methods."""
+    return sorted(METHODS)
 
 
 def check_method(name: str) -> None:
     """Raise ValueError for an unknown method."""
-    known = method_names()
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
+    if name not in METHODS:
+        near = difflib.get_close_matches(str(name), METHODS, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"there is no drafter {name!r}; {meant}known: {', '.join(known)}")
+        raise ValueError(f"there is no drafter {name!r}; {meant}known: {', '.join(method_names())}")
 
 
 def drafter_class(name: str) -> type["Drafter"]:
-    """The drafter class of ``drafters/methods/<name>.py``.
+    """Return the class of the method.
 
     Raises:
         ValueError: an unknown method.
     """
     check_method(name)
-    for value in vars(import_module(f".{name}", __package__)).values():
-        if isinstance(value, type) and vars(value).get("name") == name:
-            return value
-    raise ValueError(f"drafters/methods/{name}.py holds no Drafter whose name is {name!r}")
+    module, _, kind = METHODS[name].partition(":")
+    found: type[Drafter] = getattr(import_module(f".{module}", __package__), kind)
+    return found
 
 
 def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":

@@ -1,102 +1,44 @@
-"""EAGLE: a head of one decoder layer extrapolates the target's features (Li et al. 2024; EAGLE-2's dynamic tree).
+"""EAGLE and EAGLE-3: a head of few decoder layers extrapolates features, and drafts grow over what it predicts.
 
-At index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1}, whose logits are
-those of token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty (paper, section
-3.1). The paper's other inputs (Figure 8) are a head's ``inputs``, to compare with.
+EAGLE (Li et al. 2024): at index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1},
+whose logits are those of token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty
+(section 3.1). Figure 8's other inputs are a head's ``inputs``, to compare with.
+
+EAGLE-3 (Li et al. 2025): states after a few, half and nearly all of the target's layers are concatenated, and ``fc``
+makes a feature of them. The output goes through the head's own norm and LM head, and is the feature of the next step
+(section 3.1, Figure 5). EAGLE-3.1 norms each state before ``fc``, and feeds back the output after the norm.
+
+Drafts are a chain, EAGLE's static tree, EAGLE-2's dynamic tree, or what costs and acceptance favour.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, cast
+import warnings
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from drafters.config import SHIFTED, UNSHIFTED, Config, DraftSize, HeadInputs, HeadLayer
+from drafters.config import SHIFTED, UNSHIFTED, Config, DraftSize
+from drafters.drafting.grow import Slots
+from drafters.drafting.head import StateHead
 from drafters.drafting.passes import grow_by_passes
-from drafters.drafting.pending import PendingFeatures, StateReader
-from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, check_children, grow_dynamic, grow_static, tree_plan
-from drafters.hub.declared import MLP, Layout, Recipe
-from drafters.loop.acceptance import Verdict
+from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, chain_plan
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.eagle3.module import Eagle3Head
+from drafters.heads.eagle3.shape import Eagle3Shape
+from drafters.hub.declared import MLP, READERS, Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
 from drafters.model import backend
-from drafters.model.cache import KVCache
-from drafters.model.draft_head import DraftHeadOptions, quantize_layers
-from drafters.model.layers import SERVED, check_head, layer_config, layer_kind, made, own_rope
+from drafters.model.draft_head import DraftHead, DraftHeadOptions, listed_head, own_head, quantize_layers
+from drafters.model.layers import SERVED, own_rope, rope_of
 from drafters.model.rows import CHAIN, Rows
-from drafters.model.runner import Part
-from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.shape import PRIOR, Probability, ShapePolicy, Way
-
-
-class EagleHead(nn.Module):
-    """``fc`` over cat(embedding, feature), then a decoder layer, the target's or Llama's, without its input layernorm.
-
-    No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
-    checkpoints. A head with one input only (token or feature) has no fc. ``bias``: of fc, as released heads for Vicuna
-    and Llama 2 have one.
-
-    Raises:
-        ValueError: no head can be made of the target's kind of layers.
-    """
-
-    inputs = 2  # hidden states that it takes
-
-    def __init__(
-        self,
-        target_config: PretrainedConfig,
-        reads: HeadInputs = SHIFTED,
-        bias: bool = False,
-        layer: HeadLayer = "target",
-    ) -> None:
-        super().__init__()
-        kind = layer_kind(target_config, layer)
-        config: Any = kind.config
-        self.reads, self.layer = reads, layer
-        if reads in (SHIFTED, UNSHIFTED):
-            self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        decoder: Any = made(config, kind.decoder_layer, config, layer_idx=0)
-        decoder.input_layernorm = nn.Identity()
-        self.layers = nn.ModuleList([decoder])
-        self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
-        for name, weights in self.named_parameters():
-            if weights.dim() == 2:
-                nn.init.normal_(weights, std=config.initializer_range)
-            elif name == "fc.bias":
-                nn.init.zeros_(weights)
-        check_head(self, config)
-
-    def forward(
-        self,
-        features: Tensor,
-        embeddings: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` (unshifted: those tokens' own) ->
-        predicted next features ``[B, T, H]``.
-
-        ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal.
-        """
-        hidden = self.enter(features, embeddings, getattr(self, "fc", None))
-        return self.layers[0](
-            hidden,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            position_embeddings=self.rotary_emb(hidden, position_ids),
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-
-    def enter(self, features: Tensor, embeddings: Tensor, fc: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """What the layer reads, ``[B, T, H]``."""
-        if fc is not None:
-            return fc(torch.cat([embeddings, features], dim=-1))
-        return embeddings if self.reads == "token" else features
-
+from drafters.model.runner import Part, identity, model_time
+from drafters.model.target import TargetModel
+from drafters.policy.shape import PRIOR, Probability, Way
+from drafters.policy.shaper import Shaper, by_costs, planned
 
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
@@ -106,7 +48,7 @@ class TreeOptions(Config):
 
     ``tree``: chain; static (the paper's Figure 9, or ``paths``); dynamic (EAGLE-2); auto: the chain or static tree of
     most expected tokens per second on this machine, or no draft where none is profitable.
-    ``depth``: levels; by default 5 (chain), 6 (dynamic), at most 8 (auto).
+    ``depth``: levels; by default 5 (chain), 6 (dynamic), at most 8 (auto), and at most an EAGLE-3 head's trained steps.
     ``nodes``, ``top_k``: of the dynamic tree, the nodes kept, and the children per node and nodes extended per level;
     of auto, the most. Defaults: EAGLE-2's evaluation, whose depth 5 leaves out the root's children.
     ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
@@ -121,32 +63,183 @@ class TreeOptions(Config):
     paths: list[list[DraftSize]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
 
-    @property
-    def levels(self) -> int:
-        """Levels of a draft: ``depth``, or its default."""
-        return self.depth or DEPTHS[self.tree]
-
 
 class EagleOptions(TreeOptions, DraftHeadOptions):
-    """Options of the EAGLE drafter.
+    """Options of the EAGLE drafter."""
 
-    ``inputs``: what the head was trained to read; engines and released checkpoints know only the default. ``fc_bias``:
-    its fc has a bias. ``layer``: the kind of its decoder layer.
+
+class Eagle3Options(TreeOptions):
+    """Options of the EAGLE-3 drafter. ``draft_dtype``: draft with an int8 copy of the head's layer and LM head."""
+
+    draft_dtype: Literal["int8"] | None = None
+
+
+class FeatureHead(StateHead):
+    """An EAGLE head in the loop: it reads true features, and extends predicted ones.
+
+    Args:
+        part: the layers, from (features, tokens) to predicted features.
+        lm_head: scores predicted features.
     """
 
-    inputs: HeadInputs = SHIFTED
-    fc_bias: bool = False
-    layer: HeadLayer = "target"
+    one_call: Any = None  # a pass of the head over a draft of one sequence
+
+    def __init__(self, target: TargetModel, module: Any, part: Part, lm_head: DraftHead) -> None:
+        super().__init__(target, module, len(module.layers), module.config)
+        self.part, self.lm_heads = part, [lm_head]
+
+    def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Tensor:
+        """Take in true features ``[B, R, ...]`` and the token after each; return the predicted next ``[B, 1, H]``."""
+        predicted = self.extend(features, padded(self.following(counts, state), self.target.device))
+        self.cache.commit_first(counts)
+        return last_of(predicted, counts)[:, None]
+
+    def following(self, counts: list[int], state: DecodeState) -> list[list[int]]:
+        """The tokens after the next ``counts`` features of each row."""
+        rows = zip(state.tokens, self.cache.lengths, counts, strict=True)
+        return [tokens[length + 1 : length + 1 + count] for tokens, length, count in rows]
+
+    def extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
+        """Run the layers over features and tokens ``[B, R]``: predicted features ``[B, R, H]``."""
+        return self.target.runner.run(self.part, [features, tokens], self.cache, rows)[0]
+
+    def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
+        return FeatureSlots(self, self.catch_up(state), plan)
+
+    def grown(self, state: DecodeState, plan: TreePlan | None) -> DraftTree | None:
+        if self.one_call is None or plan is None or state.batch > 1 or not state.sampling.greedy:
+            return None
+        ((features, counts),) = self.pending.take(state.finished, self.cache)
+        tokens = self.following(counts, state)[0]
+        return grow_by_passes(self.one_call, self.lm_head, plan, features[0], tokens, self.cache)
 
 
-class EagleDrafter(StateReader):
-    """Drafts a chain, a static tree, EAGLE-2's dynamic tree, or what the policy chooses.
+class FeatureSlots(Slots):
+    """Nodes scored by the features that the head predicts for them.
+
+    Args:
+        predicted: ``[B, 1, H]``, for the root. plan: the nodes of the draft; None: they follow from the scores.
+    """
+
+    def __init__(self, head: FeatureHead, predicted: Tensor, plan: TreePlan | None) -> None:
+        self._head, self._predicted, self._plan = head, predicted, plan
+        self._depth = 0
+        self._see: Tensor | None = None  # [B, n, nodes so far]
+        self._depths: list[Tensor] = []  # [1, n] of each level
+
+    def logits(self, depth: int) -> Tensor:
+        self._depth = depth
+        return self._head.lm_head(self._predicted)
+
+    def follow(self, tokens: Tensor, parents: Tensor) -> None:
+        # The head takes a node's token and the feature predicted for its parent.
+        if parents.dim() == 1:
+            features = self._predicted[:, parents]
+        else:
+            features = self._predicted.gather(1, parents[..., None].expand(-1, -1, self._predicted.shape[-1]))
+        rows = self._rows(parents) if self._plan is None else self._plan.levels[self._depth].rows
+        self._predicted = self._head.extend(features, self._head.lm_head.tokens(tokens), rows)
+
+    def _rows(self, parents: Tensor) -> Rows:
+        """Mask and positions of nodes that follow ``parents [B, n]``."""
+        count, device = parents.shape[1], parents.device
+        own = torch.eye(count, dtype=torch.bool, device=device).expand(len(parents), -1, -1)
+        if self._see is None:
+            see = own
+        else:
+            see = torch.cat([self._see.gather(1, parents[..., None].expand(-1, -1, self._see.shape[-1])), own], dim=-1)
+        self._see = see
+        self._depths.append(torch.full((1, count), self._depth, device=device))
+        return Rows(see, torch.cat(self._depths, dim=1), see.shape[-1] - count)
+
+
+class EagleFeatures(FeatureHead):
+    """EAGLE's head. Unshifted, a feature goes through the tree with its own token's embedding, because a node's token
+    is its children's input."""
+
+    def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
+        lm_head, width = listed_head(target, module, options), target.hidden_size
+        self.inputs, self._width = module.shape.inputs, width
+        fc = target.runner.linear(module.fc) if module.shape.has_fc else None
+        unshifted = self.inputs == UNSHIFTED
+        if unshifted:
+            lm_head.enter = lambda states: states[..., :width]
+
+        def enter(states: Tensor, tokens: Tensor) -> Tensor:
+            embeddings = states[..., width:] if unshifted else target.embed(tokens)
+            return module.enter(states[..., :width], embeddings, fc)
+
+        part = target.runner.part(list(module.layers), enter, rotary=own_rope(module, target.config))
+        if options.draft_dtype is not None:
+            quantize_layers(part, options.draft_dtype, *([] if fc is None else [fc]))
+        super().__init__(target, module, part, lm_head)
+        self.layer = target.config if module.shape.layer == "target" else module.config
+        if self.inputs == SHIFTED:
+            self.one_call = backend.head_pass(part, fc, lm_head.product, target.embedding)
+
+    def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Tensor:
+        if self.inputs == UNSHIFTED:
+            rows = zip(state.tokens, self.cache.lengths, counts, strict=True)
+            own = padded([tokens[start : start + count] for tokens, start, count in rows], self.target.device)
+            features = torch.cat([features, self.target.embed(own)], dim=-1)
+        return super().read(features, counts, state)
+
+    def extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
+        """As the base class; unshifted, features come with the embeddings of their tokens, ``[B, R, 2 H]``."""
+        predicted = super().extend(features, tokens, rows)
+        return predicted if self.inputs != UNSHIFTED else torch.cat([predicted, self.target.embed(tokens)], dim=-1)
+
+
+class Eagle3Features(FeatureHead):
+    """EAGLE-3's head: ``fc`` fuses the true states; predicted features are fed back as they are."""
+
+    def __init__(self, target: TargetModel, module: Eagle3Head, options: Eagle3Options) -> None:
+        lm_head, runner = own_head(target, module, options.draft_dtype), target.runner
+        norm, shape = runner.norm(module.norm), module.shape
+        if not shape.norm_output:
+            lm_head.enter = norm
+
+        def enter(features: Tensor, tokens: Tensor) -> Tensor:
+            return torch.cat([target.embed(tokens), features], dim=-1)
+
+        leave = norm if shape.norm_output else identity
+        part = runner.part(list(module.layers), enter, leave, rope_of(module.config), shape.sliding_window)
+        if options.draft_dtype is not None:
+            quantize_layers(part, options.draft_dtype)
+        super().__init__(target, module, part, lm_head)
+
+    def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Tensor:
+        with model_time():
+            features = self.module.fused(features)
+        return super().read(features, counts, state)
+
+
+def shaped(options: TreeOptions, head: FeatureHead, levels: int) -> tuple[Shaper, int]:
+    """The shaper of an EAGLE head's drafts, and the cache rows that the head needs for one.
+
+    Raises:
+        ValueError: ``paths`` that are no tree.
+    """
+    top_k, device = min(options.top_k, head.lm_head.width), head.target.device
+    if options.tree == "auto":
+        return by_costs(options.nodes, levels, min(top_k, len(PRIOR)), options.acceptance), 0
+    if options.tree == "dynamic":  # the head's cache also holds the extended nodes
+        return Shaper(levels, options.nodes, top_k, grows=True), top_k * levels
+    if options.tree == "chain":
+        return planned(chain_plan(levels, device)), 0
+    return planned(TreePlan(options.paths or EAGLE_TREE, device)), 0
+
+
+class EagleDrafter(LearnedDrafter):
+    """Drafts with an EAGLE head.
 
     Raises:
         ValueError: ``paths`` that are no tree, or a static tree with more children of a node than draft tokens.
     """
 
     name = "eagle"
+    shape: ClassVar[type[EagleShape]] = EagleShape
+    module_class = EagleHead
     options: ClassVar[type[Config]] = EagleOptions
     card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
     layout = Layout(
@@ -159,7 +252,7 @@ class EagleDrafter(StateReader):
         options={"inputs": SHIFTED},
         bias="fc.bias",
     )
-    recipe: ClassVar[Recipe | None] = Recipe(
+    recipe = Recipe(
         learning_rate=3.0e-5,
         rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
         small={"start": "regression"},
@@ -168,120 +261,54 @@ class EagleDrafter(StateReader):
     )
     max_batch = None
     follows = True
-    unread = {"auto": ("paths",), "chain": ("paths",), "static": ("depth",), "dynamic": ("paths",)}
-    policy: ShapePolicy | None = None
-    inputs: HeadInputs = SHIFTED
+    unread: ClassVar = {"auto": ("paths",), "chain": ("paths",), "static": ("depth",), "dynamic": ("paths",)}
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
         super().__init__(target, module, options)
-        self.given = options
-        self.lm_head = self.draft_head(options)
-        self.tree, self.top_k = options.tree, min(options.top_k, self.lm_head.width)
-        self._layer = layer_config(target.config, cast(Any, module).layer)
-        self._one_call: Any = None  # a pass of the head over a draft of one sequence
-        self.depth = options.levels
-        chain = [[0] * level for level in range(1, self.depth + 1)]
-        self.plan = TreePlan(chain if self.tree == "chain" else options.paths or EAGLE_TREE, target.device)
-        self.max_draft = self.plan.size
-        if self.tree == "static":
-            check_children(self.plan, self.lm_head.width)
-        if self.tree == "dynamic":  # the head's cache also holds the extended nodes
-            self.max_draft = max(options.nodes, self.top_k * self.depth)
-        if self.tree == "auto":
-            self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)), options.acceptance)
-            self.max_draft = options.nodes
-        self._head = self._make_head(options)
+        head = EagleFeatures(target, self.module, options)  # type: ignore[arg-type]
+        self.hold(head, *shaped(options, head, options.depth or DEPTHS[options.tree]))
 
-    def _make_head(self, options: Any) -> Part:
-        self.inputs = options.inputs
-        target, head, unshifted = self.target, cast(Any, self.module), self.inputs == UNSHIFTED
-        fc, width = target.runner.linear(head.fc) if hasattr(head, "fc") else None, target.hidden_size
-        # Unshifted, a feature goes through the tree with its own token's embedding, because a node's token is its
-        # children's input.
-        if unshifted:
-            self.lm_head.enter = lambda states: states[..., :width]
 
-        def enter(states: Tensor, tokens: Tensor) -> Tensor:
-            embeddings = states[..., width:] if unshifted else target.embed(tokens)
-            return head.enter(states[..., :width], embeddings, fc)
+class Eagle3Drafter(LearnedDrafter):
+    """Drafts with an EAGLE-3 head.
 
-        part = target.runner.part(head.layers, enter, rotary=own_rope(head, target.config))
-        if options.draft_dtype is not None:
-            quantize_layers(part, options.draft_dtype, *([] if fc is None else [fc]))
-        if self.inputs == SHIFTED:
-            self._one_call = backend.head_pass(part, fc, self.lm_head.product, target.embedding)
-        return part
+    Raises:
+        ValueError: ``paths`` that are no tree, or a d2t that is not increasing or points outside of the vocabulary.
+    """
 
-    @classmethod
-    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        names = {"inputs": "reads", "fc_bias": "bias", "layer": "layer"}
-        return EagleHead(target_config, **{names[key]: value for key, value in drafter_config.items() if key in names})
+    name = "eagle3"
+    shape: ClassVar[type[Eagle3Shape]] = Eagle3Shape
+    module_class = Eagle3Head
+    options: ClassVar[type[Config]] = Eagle3Options
+    card_title = "EAGLE-3 head ([EAGLE-3](https://arxiv.org/abs/2503.01840))"
+    layout = Layout(
+        "an EAGLE-3 head",
+        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=True)",
+        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
+        readers=tuple(READERS),
+    )
+    recipe = Recipe(
+        learning_rate=5.0e-5,
+        rows={"EAGLE-3, auto": {"tree": "auto"}, "EAGLE-3, chain of 3": {"tree": "chain", "depth": 3}},
+        keys={"fc_norm": True, "norm_output": True, "lm_head_start": "target"},
+        small={"ttt_steps": 5, "optimizer": "muon"},
+        short={"draft_vocab": 4096},
+        certified={"tree": "chain", "depth": 3},
+    )
+    max_batch = None
+    follows = True
+    unread = EagleDrafter.unread
 
-    def drafter_config(self) -> dict[str, Any]:
-        # A default depth is not stored: another tree, chosen at loading, has another default.
-        given = self.given.model_dump(exclude=set(DraftHeadOptions.model_fields), exclude_defaults=True)
-        options = {"tree": self.tree, "top_k": self.top_k, "nodes": self.given.nodes, "layer": self.module.layer}
-        return given | options | self.lm_head.options()
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        super().begin(state, output)
-        self.lm_head.read(state.tokens)
-
-    def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
-        """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
-        layers, features = len(cast(Any, self.module).layers), self.true_features(output)
-        self._cache = self.target.new_cache(state.batch, state.cache.capacity, layers, self._layer)
-        self._pending = PendingFeatures(features, state.prompt_lengths)
-        prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
-        if any(prompts):
-            self._read(features[:, :-1], prompts, state)
-
-    def propose(self, state: DecodeState) -> DraftTree:
-        depth, head = state.longest_draft(self.depth), self.lm_head
-        if self.policy is not None:
-            self.plan = tree_plan(self.policy.paths(state), self.target.device)
-        if depth < 1 or not self.plan.size:
-            return state.nothing
-        head.read(state.tokens)
-        state.empty_finished(self._cache)
-        pending = self._pending.take(state.finished, self._cache)
-        if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
-            ((features, (count,)),) = pending
-            return grow_by_passes(self._one_call, head, self.plan, features[0], state.tokens[0][-count:], self._cache)
-        for features, counts in pending:
-            rows = zip(state.tokens, self._cache.lengths, counts, strict=True)
-            following = [tokens[known + 1 : known + 1 + count] for tokens, known, count in rows]
-            predicted = self._read(features, following, state)  # [B, 1, H]
-
-        def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-            return self._extend(features, head.tokens(places), rows)
-
-        if self.tree == "dynamic":
-            draft = grow_dynamic(predicted, extend, head, depth, self.top_k, self.given.nodes)
-        else:
-            draft = grow_static(predicted, extend, head, self.plan, state.sampling, state.generator)
-        draft.tokens, draft.q = head.tokens(draft.tokens), None if draft.q is None else head.spread(draft.q)
-        return draft
-
-    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        self._pending.add(self.true_features(output), verdict)
-        if self.policy is not None:
-            self.policy.learn(self.plan, draft.size, state, verdict)
-
-    def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
-        """Take in true features ``[B, R, H]`` and the token after each; returns the predicted next ``[B, 1, H]``."""
-        counts, device = list(map(len, following)), self.target.device
-        if self.inputs == UNSHIFTED:
-            rows = zip(state.tokens, self._cache.lengths, counts, strict=True)
-            own = padded([tokens[start : start + count] for tokens, start, count in rows], device)
-            features = torch.cat([features, self.target.embed(own)], dim=-1)
-        predicted = self._extend(features, padded(following, device))
-        self._cache.commit_first(counts)
-        return last_of(predicted, counts)[:, None]
-
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
-        """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``, unshifted with the rows' embeddings."""
-        predicted = self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
-        if self.inputs != UNSHIFTED:
-            return predicted
-        return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
+    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
+        super().__init__(target, module, options)
+        head = Eagle3Features(target, self.module, options)  # type: ignore[arg-type]
+        trained = head.module.shape.trained_steps
+        usual = DEPTHS[options.tree] if trained is None else min(DEPTHS[options.tree], trained)
+        self.hold(head, *shaped(options, head, options.depth or usual))
+        if trained is not None and self.shaper.depth > trained:
+            less = f"paths of at most {trained}" if options.tree == "static" else f"depth={trained}"
+            warnings.warn(
+                f"drafts have {self.shaper.depth} levels, and the head was trained on {trained} steps: later ones are "
+                f"accepted less often; compare with {less}",
+                stacklevel=2,
+            )

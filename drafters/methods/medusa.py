@@ -6,87 +6,37 @@ Verification is lossless unless ``accept: typical`` is set.
 """
 
 from itertools import islice
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from drafters.config import DraftSize, validate
-from drafters.drafting.tree_plan import TreePlan, chain_plan, check_children, children_of, tree_plan
+from drafters.config import Config, DraftSize
+from drafters.drafting.grow import Marginals, Slots
+from drafters.drafting.head import Head
+from drafters.drafting.tree_plan import TreePlan, chain_plan, tree_plan
+from drafters.heads.medusa.module import MedusaHeads
+from drafters.heads.medusa.shape import MedusaShape
 from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of
 from drafters.loop.tree import DraftTree
-from drafters.model.draft_head import DraftHeadOptions, quantize_layers
+from drafters.model.draft_head import DraftHeadOptions, listed_head, quantize_layers
 from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.shape import Hazards, Probability, Rates, ShapePolicy, Way, likeliest
+from drafters.policy.shape import Hazards, Probability, Rates, Way, likeliest
+from drafters.policy.shaper import Shaper, by_costs
 
-GREEDY = Sampling()
 # Prior acceptance of the candidates of each rank, given that those of lower ranks are wrong: first head, later heads.
 PRIOR = [[0.5, 0.25, 0.17, 0.13, 0.1, 0.08, 0.07, 0.06], [0.3, 0.16, 0.12, 0.09, 0.07, 0.06, 0.05, 0.05]]
 
 
-class ResBlock(nn.Module):
-    """``x + SiLU(W x + b)`` (section 2.1.1); W and b are initialised to zero: the identity."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., H]`` -> ``[..., H]``."""
-        return x + F.silu(self.linear(x))
-
-
-class MedusaHeads(nn.ModuleList):
-    """``heads`` stacks of ``layers`` residual blocks, each with an LM head if ``own_lm_heads``.
-
-    Parameter names are those of the released checkpoints. These have own LM heads, and the layers of a head share their
-    weights.
-    """
-
-    inputs = 1  # number of hidden states that ``forward`` takes
-
-    def __init__(self, target_config: PretrainedConfig, heads: int, layers: int, own_lm_heads: bool) -> None:
-        super().__init__()
-        width, vocab = target_config.hidden_size, target_config.vocab_size
-        for _ in range(heads):
-            parts: list[nn.Module] = [ResBlock(width) for _ in range(layers)]
-            parts += [nn.Linear(width, vocab, bias=False)] if own_lm_heads else []
-            self.append(nn.Sequential(*parts))
-
-    def blocks(self) -> list[list[ResBlock]]:
-        """The residual blocks of each head."""
-        return [[part for part in head.children() if isinstance(part, ResBlock)] for head in self]
-
-    def lm_heads(self) -> list[nn.Linear]:
-        """The LM head of each head; empty without own LM heads."""
-        return [part for head in self for part in head.children() if isinstance(part, nn.Linear)]
-
-    def forward(self, features: Tensor, position_ids: Any = None, mask: Any = None) -> Tensor:
-        """Features ``[..., H]`` -> states for the LM heads ``[..., K, H]``."""
-        states = []
-        for blocks in self.blocks():
-            state = features
-            for block in blocks:
-                state = block(state)
-            states.append(state)
-        return torch.stack(states, dim=-2)
-
-
 class MedusaOptions(DraftHeadOptions):
-    """Options.
+    """Options of the Medusa drafter.
 
-    ``heads``: K, number of heads.
-    ``layers``: residual blocks per head.
-    ``own_lm_heads``: an LM head per head (K V H weights, as published) instead of the target's frozen one.
     ``tree``: chain drafts the first choice of each head; static a fixed tree, ``paths`` or the likeliest ``nodes`` by
     ``acceptance`` (section 2.3.3); auto the chain or tree with the most expected tokens per second, or nothing.
     ``depth``: number of heads that draft; by default all.
@@ -100,9 +50,6 @@ class MedusaOptions(DraftHeadOptions):
     ``epsilon``, ``delta``: constants of typical acceptance.
     """
 
-    heads: int = Field(default=4, ge=1, le=64)
-    layers: int = Field(default=1, ge=1, le=64)
-    own_lm_heads: bool = False
     tree: Literal["auto", "chain", "static"] = "auto"
     depth: DraftSize | None = Field(default=None, ge=1)
     top_k: DraftSize = Field(default=10, ge=1)
@@ -114,105 +61,17 @@ class MedusaOptions(DraftHeadOptions):
     delta: float = Field(default=0.3, gt=0.0)
 
 
-class MedusaDrafter(LearnedDrafter):
-    """Drafts a chain or a tree of the heads' candidates.
-
-    Raises:
-        ValueError: ``paths`` that are no tree; ``paths`` or ``depth`` deeper than the number of heads, or ``paths``
-            with more children of a node than draft tokens.
-    """
-
-    name = "medusa"
-    options = MedusaOptions
-    card_title = "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))"
-    max_batch = None
-    follows = True
-
-    unread = {"auto": ("paths",), "chain": ("paths",)}
-    policy: ShapePolicy | None = None
+class ParallelHeads(Head):
+    """Medusa's heads in the loop: one product per depth over the feature after the last accepted token."""
 
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
-        super().__init__(target, module, options)
-        self.given, self.heads = options, len(module)
-        self.depth = options.depth or self.heads
-        deepest = max(map(len, options.paths or []), default=0)
-        if max(self.depth, deepest) > self.heads:
-            what = f"depth is {self.depth}" if self.depth > self.heads else f"a tree path has {deepest} nodes"
-            raise ValueError(f"{what}, but the drafter has {self.heads} heads, one per depth; use {self.heads} or less")
-        self.lossless = options.accept == "lossless"
+        super().__init__(target, module)
         own = module.lm_heads()
-        self.lm_heads = [self.draft_head(options, head) for head in own] or [self.draft_head(options)]
-        self._ranks = min(options.top_k, self.lm_heads[0].width)
-        self._prepare_blocks(module, options)
-        priors: dict[Way, Hazards] = {"greedy": PRIOR, "sampled": PRIOR}
-        priors |= options.acceptance or {}
-        if options.tree == "auto":
-            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, priors)
-        self.plans = {} if self.policy else {way: self._plan(prior) for way, prior in priors.items()}
-        self.max_draft = max((plan.size for plan in self.plans.values()), default=options.nodes)
-        self._used: TreePlan  # of the latest draft
-        self._feature: Tensor  # [B, 1, H] of the target, after the last accepted row
-
-    @classmethod
-    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        options = validate(MedusaOptions, drafter_config, source=f"options of drafter {cls.name!r}")
-        return MedusaHeads(target_config, options.heads, options.layers, options.own_lm_heads)
-
-    def drafter_config(self) -> dict[str, Any]:
-        # Not saved: a loaded drafter is lossless unless the user sets these.
-        lossy = {"accept", "epsilon", "delta"}
-        parts = {"heads": self.heads, "layers": self.given.layers, "own_lm_heads": self.given.own_lm_heads}
-        return self.given.model_dump(exclude=lossy, exclude_none=True, exclude_defaults=True) | parts
-
-    def rule(self, sampling: Sampling) -> Rule:
-        if self.lossless or sampling.greedy:
-            return super().rule(sampling)
-        return Typical(self.given.epsilon, self.given.delta)
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        super().begin(state, output)
-        self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
-
-    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        self._feature[rows] = last_of(output.features, part.prompt_lengths)[:, None]
-
-    def propose(self, state: DecodeState) -> DraftTree:
-        if self.policy is not None:
-            plan = tree_plan(self.policy.paths(state), self.target.device)
-        else:
-            plan = self.plans["greedy" if state.sampling.greedy else "sampled"]
-        self._used = plan
-        if not plan.size or state.longest_draft(self.depth) < 1:
-            return state.nothing
-        for each in self.lm_heads:
-            each.read(state.tokens)
-        # Choose candidates: the likeliest ones or, for the lossless sampled rule, draws without replacement. A depth is
-        # drawn once, and its draws are the children of all nodes above. This is lossless: verification walks one path,
-        # which meets each depth once, and the draws of depths are independent.
-        depth, width = len(plan.levels), max(level.children for level in plan.levels)
-        logits, head = self._logits(self._feature, depth), self.lm_heads[0]  # [B, depth, W]
-        q: list[Tensor] = []
-        sampling = state.sampling if self.lossless else GREEDY
-        candidates, real = children_of(logits, width, sampling, state.generator, q)  # [B, depth, width]
-        # Fill the plan with them.
-        above, rank = plan.choice
-        tokens, valid = head.tokens(candidates[:, above, rank]), None if real is None else real[:, above, rank]
-        spread = head.spread(q[0]) if q else None
-        return DraftTree.from_parents(tokens, plan.parents, q=spread, q_row=plan.above, valid=valid)
-
-    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        self.follow(state, output, verdict)
-        if self.policy is not None:
-            self.policy.learn(self._used, draft.size, state, verdict)
-
-    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)
-        self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
-
-    def _prepare_blocks(self, module: MedusaHeads, options: MedusaOptions) -> None:
-        """Prepare the blocks; the first blocks of all heads read the same feature and are one product."""
-        linear, blocks = self.target.runner.linear, module.blocks()
-        first = nn.Linear(self.target.hidden_size, self.heads * self.target.hidden_size, device="meta")
+        self.lm_heads = [listed_head(target, module, options, each) for each in own]
+        self.lm_heads = self.lm_heads or [listed_head(target, module, options)]
+        # The first blocks of all heads read the same feature and are one product.
+        linear, blocks, width = target.runner.linear, module.blocks(), target.hidden_size
+        first = nn.Linear(width, len(module) * width, device="meta")
         for part in ("weight", "bias"):
             whole = torch.cat([getattr(head[0].linear, part) for head in blocks])
             setattr(first, part, nn.Parameter(whole, requires_grad=False))
@@ -220,11 +79,25 @@ class MedusaDrafter(LearnedDrafter):
         self._later = [[linear(block.linear) for block in head[1:]] for head in blocks]
         if options.draft_dtype is not None:
             quantize_layers(None, options.draft_dtype, self._first, *(part for head in self._later for part in head))
+        self._feature: Tensor  # [B, 1, H] of the target, after the last accepted row
 
-    def _states(self, feature: Tensor) -> Tensor:
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        self._feature[rows] = last_of(output.features, part.prompt_lengths)[:, None]
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)
+        self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
+
+    def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
+        return Marginals(self.logits(self._feature, len(self.module) if plan is None else len(plan.levels)))
+
+    def states(self, feature: Tensor) -> Tensor:
         """Features ``[B, 1, H]`` -> states of the heads ``[B, K, H]``; as ``MedusaHeads.forward``."""
         with model_time():
-            states = feature + F.silu(self._first(feature).unflatten(-1, (self.heads, -1))[:, 0])
+            states = feature + F.silu(self._first(feature).unflatten(-1, (len(self.module), -1))[:, 0])
             if not self._later[0]:
                 return states
             each = []
@@ -234,24 +107,74 @@ class MedusaDrafter(LearnedDrafter):
                 each.append(state)
             return torch.stack(each, dim=1)
 
-    def _logits(self, feature: Tensor, depth: int) -> Tensor:
+    def logits(self, feature: Tensor, depth: int) -> Tensor:
         """Logits ``[B, depth, W]`` of the first ``depth`` heads, over the draft vocabulary."""
-        states = self._states(feature)[:, :depth]
+        states = self.states(feature)[:, :depth]
         if len(self.lm_heads) == 1:
             return self.lm_heads[0](states)
         pairs = zip(self.lm_heads, states.unbind(1), strict=False)
         return torch.stack([head(state) for head, state in pairs], dim=1)
 
-    def _plan(self, prior: Hazards) -> TreePlan:
-        """The plan of a chain, or of a static tree: the given paths, or the likeliest ones by the ``prior``."""
-        if self.given.tree == "chain":
-            return chain_plan(self.depth, self.target.device)
-        if self.given.paths is not None:
-            plan = tree_plan(tuple(map(tuple, self.given.paths)), self.target.device)
-            return check_children(plan, self.lm_heads[0].width)
-        acceptance = Rates(self.depth, self._ranks, prior).acceptance()
-        best = islice(likeliest(acceptance, self.depth), self.given.nodes)
-        return tree_plan(tuple(path for _, path in best), self.target.device)
+
+class MedusaDrafter(LearnedDrafter):
+    """Drafts a chain or a tree of the heads' candidates.
+
+    The draws of a depth are the children of all nodes above. This is lossless: verification walks one path, which meets
+    each depth once, and the draws of depths are independent.
+
+    Raises:
+        ValueError: ``paths`` that are no tree; ``paths`` or ``depth`` deeper than the number of heads.
+    """
+
+    name = "medusa"
+    shape: ClassVar[type[MedusaShape]] = MedusaShape
+    module_class = MedusaHeads
+    options: ClassVar[type[Config]] = MedusaOptions
+    card_title = "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))"
+    max_batch = None
+    follows = True
+    unread: ClassVar = {"auto": ("paths",), "chain": ("paths",)}
+    unsaved = frozenset({"accept", "epsilon", "delta"})  # a loaded drafter is lossless unless the user sets these
+
+    def __init__(self, target: TargetModel, module: nn.Module, options: MedusaOptions) -> None:
+        super().__init__(target, module, options)
+        self.given, self.lossless = options, options.accept == "lossless"
+        head = ParallelHeads(target, self.module, options)  # type: ignore[arg-type]
+        self.hold(head, shaped(options, head, head.module.shape.heads))
+        self.shaper.greedily = not self.lossless
+
+    def rule(self, sampling: Sampling) -> Rule:
+        if self.lossless or sampling.greedy:
+            return super().rule(sampling)
+        return Typical(self.given.epsilon, self.given.delta)
+
+
+def shaped(options: MedusaOptions, head: ParallelHeads, heads: int) -> Shaper:
+    """The shaper of Medusa's drafts: of the chain, of ``paths``, or of the likeliest nodes by prior acceptance.
+
+    Raises:
+        ValueError: ``paths`` that are no tree; ``paths`` or ``depth`` deeper than the number of ``heads``.
+    """
+    depth, deepest = options.depth or heads, max(map(len, options.paths or []), default=0)
+    if max(depth, deepest) > heads:
+        what = f"depth is {depth}" if depth > heads else f"a tree path has {deepest} nodes"
+        raise ValueError(f"{what}, but the drafter has {heads} heads, one per depth; use {heads} or less")
+    ranks, device = min(options.top_k, head.lm_head.width), head.target.device
+    priors: dict[Way, Hazards] = {"greedy": PRIOR, "sampled": PRIOR}
+    priors |= options.acceptance or {}
+    if options.tree == "auto":
+        return by_costs(options.nodes, depth, ranks, priors)
+
+    def plan(prior: Hazards) -> TreePlan:
+        if options.tree == "chain":
+            return chain_plan(depth, device)
+        if options.paths is not None:
+            return tree_plan(tuple(map(tuple, options.paths)), device)
+        best = islice(likeliest(Rates(depth, ranks, prior).acceptance(), depth), options.nodes)
+        return tree_plan(tuple(path for _, path in best), device)
+
+    fixed = {way: plan(prior) for way, prior in priors.items()}
+    return Shaper(depth, max(each.size for each in fixed.values()), ranks, fixed=fixed)
 
 
 class Typical:

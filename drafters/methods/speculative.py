@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from drafters.drafting.pending import in_parts
+from drafters.drafting.head import in_parts
 from drafters.drafting.tree_plan import chain_plan
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded

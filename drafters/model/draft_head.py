@@ -166,15 +166,6 @@ class DraftHead:
         whole = logits.new_full((*logits.shape[:-1], self.model.vocab_size), -torch.inf)
         return whole.index_copy_(-1, self.ids, logits)
 
-    def options(self) -> dict[str, Any]:
-        """The options that it was made by, defaults left out."""
-        given: dict[str, Any] = {} if self.dtype is None else {"draft_dtype": self.dtype}
-        if self.ids is None:
-            return given
-        count = self.width - self.text
-        own = {} if self.text == room_for_text(count, rows_of_head(self.model)) else {"draft_text": self.text}
-        return {"draft_vocab": count} | own | given
-
 
 def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
     """The head of a draft model, with the ids that lie beside it.
@@ -186,6 +177,27 @@ def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
     listed = _ids_beside(model, rows) if options.draft_vocab is not None else None
     ids, text = kept_ids(listed, options, rows, str(model.source or model.name))
     return DraftHead(model, ids, options.draft_dtype, text=text)
+
+
+def listed_head(
+    target: TargetModel, module: nn.Module, options: DraftHeadOptions, own: nn.Linear | None = None
+) -> DraftHead:
+    """The target's LM head, or the drafter's ``own``, over the tokens that the ``module``'s ids list.
+
+    Raises:
+        ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
+    """
+    ids, text = kept_ids(getattr(module, DRAFT_IDS, None), options, target.vocab_size, "the checkpoint")
+    return DraftHead(target, ids, options.draft_dtype, own, text)
+
+
+def own_head(target: TargetModel, module: Any, dtype: Literal["int8"] | None) -> DraftHead:
+    """The module's ``lm_head``, whose rows ``d2t`` may name; the target's LM head if it has none.
+
+    Raises:
+        ValueError: a d2t that is not increasing, or points outside of the vocabulary.
+    """
+    return DraftHead(target, draft_ids(getattr(module, D2T, None), target.vocab_size), dtype, module.lm_head)
 
 
 def rows_of_head(model: TargetModel) -> int:

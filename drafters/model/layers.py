@@ -73,7 +73,7 @@ def layer_config(config: PretrainedConfig, layer: HeadLayer | DraftLayer) -> Pre
 
 def own_rope(head: Any, config: PretrainedConfig) -> Rotary | None:
     """Return the RoPE of a head's Llama or Qwen3 layer; None if its layer is the target's own and uses the target's."""
-    return None if head.layer == "target" else rope_of(layer_config(config, head.layer))
+    return None if head.shape.layer == "target" else rope_of(head.config)
 
 
 def rope_of(config: PretrainedConfig) -> Rotary:

@@ -7,7 +7,7 @@ Drafts that are shorter in the engine are a fault, too.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -21,9 +21,8 @@ from drafters.hub.checkpoint import drafter_type
 from drafters.learned import LearnedDrafter
 from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
-from drafters.methods.dflash import DFlashDrafter
-from drafters.methods.dspark import DSparkDrafter
-from drafters.methods.eagle import EagleDrafter
+from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.eagle import Eagle3Drafter, EagleDrafter
 from eval.configs import ParityConfig
 from eval.entries import EngineEntry
 from eval.figures.certificate import begun
@@ -48,7 +47,8 @@ from eval.measure.models import chat_of, load_models
 from eval.measure.runner import Limits, Outcome
 from eval.prompts.prompts import load_prompts
 
-Head = EagleDrafter | DFlashDrafter
+FEATURES, BLOCKS = (EagleDrafter, Eagle3Drafter), (DFlashDrafter, DSparkDrafter)
+Head = EagleDrafter | Eagle3Drafter | DFlashDrafter | DSparkDrafter
 PASS, FAULT, UNKNOWN = "pass", "fault", "unknown fault"
 
 
@@ -61,7 +61,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     """
     set_threads(config.threads)
     kind = drafter_class(method := drafter_type(config.checkpoint))
-    if not issubclass(kind, (EagleDrafter, DFlashDrafter)):
+    if not issubclass(kind, (*FEATURES, *BLOCKS)):
         raise ValueError(
             f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE, EAGLE-3, DFlash or DSpark "
             "head"
@@ -74,7 +74,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
     drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
-    if config.engine != "ours" and isinstance(drafter, DFlashDrafter):
+    if config.engine != "ours" and isinstance(drafter, BLOCKS):
         _check_block(drafter, "vLLM" if config.engine == "vllm" else "SGLang")
     prompts = prompts_of(config, drafter)
     facts = environment(target) | conditions(
@@ -89,16 +89,16 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
 
 
-def _check_block(drafter: DFlashDrafter, engine: str) -> None:
+def _check_block(drafter: DFlashDrafter | DSparkDrafter, engine: str) -> None:
     """Raise ValueError if the engine would draft with shorter blocks than those of training.
 
     It runs ``depth`` + 1 rows; SGLang runs ``depth`` of a DSpark head, whose first row predicts a token, too.
     """
     anchor = 0 if isinstance(drafter, DSparkDrafter) else 1
-    rows, trained = drafter.depth + anchor, drafter.given.block_size
-    if rows < trained and not drafter.given.causal:
+    rows, trained = drafter.shaper.depth + anchor, cast(Any, drafter.module).shape.block_size
+    if rows < trained and not cast(Any, drafter.module).shape.causal:
         raise ValueError(
-            f"depth is {drafter.depth}, so {engine}'s blocks have {rows} rows, and the head was trained with "
+            f"depth is {drafter.shaper.depth}, so {engine}'s blocks have {rows} rows, and the head was trained with "
             f"{trained}, which attend to each other; leave depth out, or give depth={trained - anchor}"
         )
 
@@ -144,7 +144,7 @@ def served(
     drafter: Head, prompts: list[list[int]], config: ParityConfig, console: Console
 ) -> tuple[list[Outcome], dict[str, Any]]:
     """Decode the prompts in the engine, one at a time; returns its facts, too."""
-    given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": drafter.depth}
+    given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": drafter.shaper.depth}
     given |= {"checkpoint": config.checkpoint, "python": config.python, "module": config.module}
     entry = EngineEntry.model_validate(given)
     limits = Limits(config.max_new_tokens, eos=eos_ids(drafter.target, None))
@@ -168,7 +168,7 @@ def served(
 
 def known(drafter: Head) -> tuple[Mistake, ...]:
     """Return the mistakes that heads of this kind have."""
-    return BLOCK_MISTAKES if isinstance(drafter, DFlashDrafter) else MISTAKES
+    return BLOCK_MISTAKES if isinstance(drafter, BLOCKS) else MISTAKES
 
 
 def mistaken(drafter: Head, prompts: list[list[int]], config: ParityConfig) -> Iterator[tuple[str, str, list[Outcome]]]:
@@ -182,11 +182,11 @@ def compared(
     drafter: Head, ours: list[Outcome], theirs: list[Outcome], prompts: list[list[int]], config: ParityConfig
 ) -> dict[str, Any]:
     """Return the verdict on an engine; mistakes are tried only where its acceptance is not ours."""
-    loaded = reading(AS_LOADED, "", ours, theirs, drafter.depth)
+    loaded = reading(AS_LOADED, "", ours, theirs, drafter.shaper.depth)
     readings, named = [loaded], list[Reading]()
     if not loaded.within:
         tried = mistaken(drafter, prompts, config)
-        readings += [reading(name, check, made, theirs, drafter.depth) for name, check, made in tried]
+        readings += [reading(name, check, made, theirs, drafter.shaper.depth) for name, check, made in tried]
         named = explaining(readings[1:])
     advice = {one.name: f"check {one.check}" for one in named}
     if loaded.drafted_apart < 0 and not loaded.as_long and not any(one.as_long for one in named):
@@ -196,7 +196,7 @@ def compared(
         "verdict": verdict,
         "named": [*advice],
         "advice": advice,
-        "engine": as_json(acceptance(theirs, drafter.depth)),
+        "engine": as_json(acceptance(theirs, drafter.shaper.depth)),
         "readings": [*map(_described, readings)],
     }
 
@@ -204,7 +204,7 @@ def compared(
 def ranked(drafter: Head, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig) -> dict[str, Any]:
     """Return which readings of the checkpoint accept most; that as loaded should be among them."""
     every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]
-    readings = [reading(name, check, made, ours, drafter.depth) for name, check, made in every]
+    readings = [reading(name, check, made, ours, drafter.shaper.depth) for name, check, made in every]
     best = most_accepted({name: made for name, _, made in every})
     gains = {name: gain(ours, made) for name, _, made in every[1:]}
     fixes = {mistake.name: mistake.fix for mistake in known(drafter)}

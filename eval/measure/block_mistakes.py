@@ -3,38 +3,42 @@ other one, each draft is the right one of the token before or after.
 """
 
 import copy
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from drafters.drafting.block_tree import Slots
+from drafters.drafting.grow import Slots
+from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape
 from drafters.loop.state import DecodeState
-from drafters.methods.dflash import DFlashDrafter
-from drafters.methods.dspark import DSparkDrafter, MarkovSlots
-from drafters.model.runner import Part
-from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, ignore_d2t, of_taps, remade
+from drafters.methods.block import BlockHead, DFlashDrafter, DSparkDrafter, MarkovBlock, MarkovSlots
+from drafters.model.target import TargetModel
+from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, flip, ignore_d2t, of_taps, remade
+
+Block = DFlashDrafter | DSparkDrafter
 
 
-def other_layout(drafter: DFlashDrafter) -> DFlashDrafter:
+def shape_of(drafter: Block) -> BlockShape:
+    """The shape of the drafter's head."""
+    shape: BlockShape = cast(Any, drafter.module).shape
+    return shape
+
+
+def other_layout(drafter: Block) -> Block:
     """Take slot k for the token k + 1 after the anchor instead of k, or the reverse; drafts stay within the block."""
-    layout = "anchor-first" if drafter.given.layout == "fill-in" else "fill-in"
-    slots = drafter.given.model_copy(update={"layout": layout}).slots
-    return remade(drafter, layout=layout, depth=min(drafter.depth, slots))
+    layout = ANCHOR_FIRST if shape_of(drafter).layout == FILL_IN else FILL_IN
+    slots = shape_of(drafter).model_copy(update={"layout": layout}).slots
+    return remade(drafter, layout=layout, depth=min(drafter.shaper.depth, slots))
 
 
-def flip_causal(drafter: DFlashDrafter) -> DFlashDrafter:
-    """Let the rows of a block attend only to those before, or to all of them."""
-    return remade(drafter, causal=not drafter.given.causal)
-
-
-def leave_out_norm(drafter: DFlashDrafter) -> DFlashDrafter:
+def leave_out_norm(drafter: Block) -> Block:
     """Leave out the norm of the context features."""
     head: Any = copy.deepcopy(drafter.module)
     head.hidden_norm = nn.Identity()
     return remade(drafter, head)
 
 
-def turn_otherwise(drafter: DFlashDrafter) -> DFlashDrafter | None:
+def turn_otherwise(drafter: Block) -> Block | None:
     """Rotate with the ``rope_theta`` of a config that does not state it."""
     head: Any = copy.deepcopy(drafter.module)
     if head.config.rope_parameters["rope_theta"] == PLAIN_THETA:
@@ -43,30 +47,29 @@ def turn_otherwise(drafter: DFlashDrafter) -> DFlashDrafter | None:
     return remade(drafter, head)
 
 
-class _FirstNorm(DFlashDrafter):
-    def _parts(self) -> tuple[Part, Part]:
-        block, context = super()._parts()
-        layers: list[Any] = [part.layer for part in context.layers]
+class _FirstNorm(BlockHead):
+    def __init__(self, target: TargetModel, module: Any, options: Any) -> None:
+        super().__init__(target, module, options)
+        layers: list[Any] = [part.layer for part in self.context.layers]
         for layer in layers[1:]:
             layer.attention = layers[0].attention  # only its norm is read; projections stay those of the layer
-        return block, context
 
 
-def norm_as_first(drafter: DFlashDrafter) -> DFlashDrafter | None:
+def norm_as_first(drafter: Block) -> Block | None:
     """Norm the context keys of every layer with the first layer's ``k_norm``, as vLLM 0.32 does on a CPU."""
     norms = [getattr(layer.self_attn, "k_norm", None) for layer in cast(Any, drafter.module).layers]
     weights = [norm.weight for norm in norms if norm is not None]
     if all(one.equal(weights[0]) for one in weights):
         return None
-    return remade(drafter, mixin=_FirstNorm)
+    return remade(drafter, wrong=_FirstNorm)
 
 
-def take_other_mask(drafter: DFlashDrafter) -> DFlashDrafter | None:
+def take_other_mask(drafter: Block) -> Block | None:
     """Fill the block with token 0, as for a config without the mask token."""
-    return remade(drafter, mask_token_id=0) if drafter.given.mask_token_id else None
+    return remade(drafter, mask_token_id=0) if shape_of(drafter).mask_token_id else None
 
 
-def ignore_markov(drafter: DFlashDrafter) -> DFlashDrafter | None:
+def ignore_markov(drafter: Block) -> Block | None:
     """Leave out the bias of the Markov head."""
     if not isinstance(drafter, DSparkDrafter):
         return None
@@ -78,8 +81,8 @@ def ignore_markov(drafter: DFlashDrafter) -> DFlashDrafter | None:
 class _LateSlots(MarkovSlots):
     """Each slot reads the token before the one that it should; the first two read the anchor. Of chains."""
 
-    def __init__(self, drafter: DSparkDrafter, logits: Tensor, states: Tensor, anchors: Tensor) -> None:
-        super().__init__(drafter, logits, states, anchors)
+    def __init__(self, head: MarkovBlock, logits: Tensor, states: Tensor, anchors: Tensor) -> None:
+        super().__init__(head, logits, states, anchors)
         self._next = anchors
 
     def follow(self, tokens: Tensor, parents: Tensor) -> None:
@@ -87,14 +90,14 @@ class _LateSlots(MarkovSlots):
         self._tokens, self._next = self._next, self._tokens
 
 
-class _LateMarkov(DSparkDrafter):
-    def slots(self, states: Tensor, state: DecodeState) -> Slots:
+class _LateMarkov(MarkovBlock):
+    def scored(self, states: Tensor, state: DecodeState) -> Slots:
         return _LateSlots(self, self.lm_head(states), states, state.roots)
 
 
-def read_markov_late(drafter: DFlashDrafter) -> DFlashDrafter | None:
+def read_markov_late(drafter: Block) -> Block | None:
     """Give the Markov head of slot k the token x_{k-2}, not x_{k-1}."""
-    return remade(drafter, mixin=_LateMarkov) if isinstance(drafter, DSparkDrafter) else None
+    return remade(drafter, wrong=_LateMarkov) if isinstance(drafter, DSparkDrafter) else None
 
 
 _LAYER_IDS = "target_layer_ids numbers outputs of layers (hidden states - 1), aux_hidden_state_layer_ids inputs"
@@ -112,7 +115,7 @@ BLOCK_MISTAKES = (
         "blocks causal, or not",
         "is_causal, dflash_config.causal, sliding_window_non_causal",
         "set causal to its other value in its config.json",
-        flip_causal,
+        partial(flip, key="causal"),
     ),
     Mistake("hidden_norm left out", "hidden_norm.weight", RETRAIN, leave_out_norm),
     Mistake("context keys with the first layer's k_norm", _FIRST_NORM, RETRAIN, norm_as_first),

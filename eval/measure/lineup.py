@@ -63,7 +63,7 @@ class Lineup:
         return [(n, e) for n, e in numbered if e.temperatures is None or temperature in e.temperatures]
 
     def _build(self, entry: DrafterEntry) -> Drafter:
-        known = drafter_class(entry.drafter).options.model_fields
+        known = keys_of(drafter_class(entry.drafter))
         options = {  # for an unknown option no model is loaded; the drafter refuses it
             key: _with_draft_models(value, key, self._models.draft_model) if key in known else value
             for key, value in entry.options.items()
@@ -71,12 +71,18 @@ class Lineup:
         return make_drafter(entry.drafter, self._models.target, **options)
 
 
+def keys_of(kind: type[Drafter]) -> list[str]:
+    """The options of a method; of a learned one also the keys of its head's shape, which a checkpoint has."""
+    shape = kind.shape.model_fields if issubclass(kind, LearnedDrafter) else {}
+    return [*kind.options.model_fields, *shape]
+
+
 def check_options(entries: list[DrafterEntry]) -> None:
     """Raise ValueError for an option that its drafter does not have; before any model is loaded."""
     for entry in entries:
         kind = drafter_class(entry.drafter)
         learned = ("checkpoint", "revision", "adapter") if issubclass(kind, LearnedDrafter) else ()
-        known = [*kind.options.model_fields, *learned]
+        known = [*keys_of(kind), *learned]
         for name in entry.options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from drafters.config import SHIFTED, UNSHIFTED
+from drafters.heads.shape import split
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
-from drafters.methods.dflash import DFlashDrafter
-from drafters.methods.eagle import EagleDrafter
-from drafters.methods.eagle3 import Eagle3Drafter
+from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
 from drafters.model.draft_head import D2T, DraftHead
-from drafters.model.layers import layer_kind
 from drafters.model.rows import CHAIN, Rows
-from drafters.model.runner import Part, Rotary
-from drafters.model.target import FeatureOutput
+from drafters.model.runner import Rotary
+from drafters.model.target import TargetModel
 
 DrafterT = TypeVar("DrafterT", bound=LearnedDrafter)
-READS_STATES = (Eagle3Drafter, DFlashDrafter)  # of several of the target's layers
+READS_STATES = (Eagle3Drafter, DFlashDrafter, DSparkDrafter)  # of several of the target's layers
 PLAIN_THETA = 10_000.0  # rope_theta of a config that does not state it
 
 
@@ -47,29 +46,34 @@ class Mistake:
     plant: Callable[[Any], Any]
 
 
-class _Wrong(EagleDrafter):
-    """Base of the mixins: every row of the head passes ``_extend``, and ``reading`` tells true features from drafts."""
+def remade(drafter: DrafterT, module: nn.Module | None = None, wrong: type | None = None, **keys: Any) -> DrafterT:
+    """Return a drafter of the same kind with another module, with other keys of its shape, or whose head has the
+    methods of the class ``wrong``."""
+    old: Any = drafter.module
+    changed, options = split(type(old.shape), keys)
+    if changed:
+        shape = old.shape.model_copy(update=changed)
+        module = type(old)(drafter.target.config, shape)
+        module.load_state_dict(old.state_dict())
+    module = copy.deepcopy(old) if module is None else module
+    made = type(drafter)(drafter.target, module, drafter.settings.model_copy(update=options))
+    if wrong is not None:
+        head: Any = type(wrong.__name__, (wrong, type(made.head)), {})(made.target, made.module, made.settings)
+        head.one_call = None  # it would skip ``extend``
+        made.hold(head, made.shaper, made.max_draft)
+    return made
+
+
+class _Wrong(FeatureHead):
+    """Base of the mixins: every row passes ``extend``, and ``reading`` tells true features from drafts."""
 
     reading = False
 
-    def _make_head(self, options: Any) -> Part:
-        part = super()._make_head(options)
-        self._one_call = None
-        return part
-
-    def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
+    def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Tensor:
         self.reading = True
-        predicted = super()._read(features, following, state)
+        predicted = super().read(features, counts, state)
         self.reading = False
         return predicted
-
-
-def remade(drafter: DrafterT, head: nn.Module | None = None, mixin: type | None = None, **options: Any) -> DrafterT:
-    """A drafter of the same kind with another head, with the methods of ``mixin``, or with other options."""
-    kind: Any = type(drafter) if mixin is None else type(mixin.__name__, (mixin, type(drafter)), {})
-    head = copy.deepcopy(drafter.module) if head is None else head
-    made: DrafterT = kind(drafter.target, head, drafter.settings.model_copy(update=options))
-    return made
 
 
 def move_taps(drafter: EagleDrafter | DFlashDrafter, by: int) -> EagleDrafter | DFlashDrafter | None:
@@ -87,22 +91,13 @@ def reverse_taps(drafter: EagleDrafter | DFlashDrafter) -> EagleDrafter | DFlash
     return remade(drafter, taps=list(reversed(drafter.taps)))
 
 
-def flip_feedback(drafter: EagleDrafter) -> EagleDrafter | None:
-    """Feed back the output before the final norm instead of after it, or after it instead of before."""
-    if not isinstance(drafter, Eagle3Drafter):
+def flip(drafter: LearnedDrafter, key: str) -> LearnedDrafter | None:
+    """Give a key of the shape that is true or false its other value."""
+    shape: Any = cast(Any, drafter.module).shape
+    if key not in type(shape).model_fields:
         return None
-    head: Any = copy.deepcopy(drafter.module)
-    head.norm_output = not head.norm_output
-    return remade(drafter, head, norm_output=head.norm_output)
-
-
-def flip_residual(drafter: EagleDrafter) -> EagleDrafter | None:
-    """Take the residual of the first layer on the other side of ``hidden_norm``."""
-    if not isinstance(drafter, Eagle3Drafter):
-        return None
-    head: Any = copy.deepcopy(drafter.module)
-    head.layers[0].norm_before_residual = not head.layers[0].norm_before_residual
-    return remade(drafter, head)
+    keys: dict[str, Any] = {key: not getattr(shape, key)}
+    return remade(drafter, **keys)
 
 
 def leave_out_norm(drafter: EagleDrafter, name: str) -> EagleDrafter | None:
@@ -157,9 +152,11 @@ def ignore_d2t(drafter: DrafterT) -> DrafterT | None:
 
 
 class _OffsetsAsIds(_Wrong):
-    def draft_head(self, options: Any, own: nn.Linear | None = None) -> DraftHead:
-        head: Any = self.module
-        return DraftHead(self.target, head.d2t, options.draft_dtype, own or head.lm_head)
+    def __init__(self, target: TargetModel, module: Any, options: Any) -> None:
+        super().__init__(target, module, options)  # type: ignore[call-arg]
+        right = self.lm_head
+        self.lm_heads = [DraftHead(target, module.d2t, options.draft_dtype, module.lm_head)]
+        self.lm_head.enter = right.enter
 
 
 def take_offsets_for_ids(drafter: EagleDrafter) -> EagleDrafter | None:
@@ -167,17 +164,17 @@ def take_offsets_for_ids(drafter: EagleDrafter) -> EagleDrafter | None:
     offsets = getattr(drafter.module, D2T, None)
     if offsets is None or int(offsets.min()) < 0:
         return None
-    return remade(drafter, mixin=_OffsetsAsIds)
+    return remade(drafter, wrong=_OffsetsAsIds)
 
 
 class _Positions(_Wrong):
     by = 0
 
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
+    def extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         if not self.reading:
             depths = torch.arange(rows.offset + tokens.shape[1], device=tokens.device)[None] + self.by
             rows = rows._replace(depths=depths)
-        return super()._extend(features, tokens, rows)
+        return super().extend(features, tokens, rows)
 
 
 class _OneBehind(_Positions):
@@ -193,78 +190,67 @@ class _OwnTokens(_Wrong):
 
     latest: Tensor
 
-    def _read(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
-        self.latest = padded([row[-1:] or [0] for row in following], self.target.device)
-        rows = zip(state.tokens, self._cache.lengths, following, strict=True)
-        own = [tokens[start : start + len(new)] for tokens, start, new in rows]
-        return super()._read(features, own, state)
+    def following(self, counts: list[int], state: DecodeState) -> list[list[int]]:
+        right = super().following(counts, state)
+        self.latest = padded([row[-1:] or [0] for row in right], self.target.device)
+        rows = zip(state.tokens, self.cache.lengths, counts, strict=True)
+        return [tokens[start : start + count] for tokens, start, count in rows]
 
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
+    def extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         if not self.reading:
             tokens, self.latest = torch.cat([self.latest, tokens[:, :-1]], dim=1), tokens[:, -1:]
-        return super()._extend(features, tokens, rows)
+        return super().extend(features, tokens, rows)
 
 
 def read_own_tokens(drafter: EagleDrafter) -> EagleDrafter | None:
     """Read the embedding of token i beside feature i, not that of token i + 1."""
-    return remade(drafter, mixin=_OwnTokens) if drafter.inputs == SHIFTED else None
+    return (
+        remade(drafter, wrong=_OwnTokens)
+        if getattr(cast(Any, drafter.module).shape, "inputs", SHIFTED) == SHIFTED
+        else None
+    )
 
 
-def move_positions(drafter: EagleDrafter, mixin: type[_Positions]) -> EagleDrafter | None:
+def move_positions(drafter: EagleDrafter, wrong: type[_Positions]) -> EagleDrafter | None:
     """Draft one position off, behind a prompt with the right positions.
 
     Moving the prompt's positions too would change nothing: RoPE turns by differences of positions.
     """
-    return remade(drafter, mixin=mixin)
+    return remade(drafter, wrong=wrong)
 
 
-def _rotary_of(drafter: EagleDrafter) -> tuple[Any, Any]:
-    """The class of the head's RoPE, and a copy of the configuration of its layers."""
-    head: Any = drafter.module
-    kind = layer_kind(drafter.target.config, head.layer)
-    return kind.rotary, copy.deepcopy(getattr(head, "config", kind.config))
+def _without_theta(parameters: dict[str, Any]) -> dict[str, Any]:
+    return parameters | {"rope_theta": PLAIN_THETA}
 
 
-class _Turned(_Wrong):
-    def _make_head(self, options: Any) -> Part:
-        part, (rotary, config) = super()._make_head(options), _rotary_of(self)
-        config.rope_parameters = self.turned(config.rope_parameters)
-        turned = self.target.runner.part(cast(Any, self.module).layers, rotary=Rotary(rotary(config), config))
-        part.rope = turned.rope
-        return part
-
-    @staticmethod
-    def turned(parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the wrong parameters."""
-        return parameters | {"rope_theta": PLAIN_THETA}
+def _without_scaling(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
 
 
-class _Unscaled(_Turned):
-    @staticmethod
-    def turned(parameters: dict[str, Any]) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-
-
-def turn_otherwise(drafter: EagleDrafter, mixin: type[_Turned]) -> EagleDrafter | None:
+def turn_otherwise(drafter: EagleDrafter, turned: Callable[[dict[str, Any]], dict[str, Any]]) -> EagleDrafter | None:
     """Rotate with the default ``rope_theta``, or without the scaling."""
-    parameters = getattr(_rotary_of(drafter)[1], "rope_parameters", None) or {}
-    if "rope_theta" not in parameters or mixin.turned(parameters) == parameters:  # some have one for each kind of layer
+    module: Any = drafter.module
+    config = copy.deepcopy(module.config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters or turned(parameters) == parameters:  # some have one for each kind of layer
         return None
-    return remade(drafter, mixin=mixin)
+    config.rope_parameters = turned(parameters)
+    made = remade(drafter)
+    head: Any = made.head
+    rotary = Rotary(type(module.rotary_emb)(config), config)
+    head.part.rope, head.one_call = made.target.runner.part(list(module.layers), rotary=rotary).rope, None
+    return made
 
 
 class _BeforeNorm(_Wrong):
-    def __init__(self, target: Any, module: nn.Module, options: Any) -> None:
-        super().__init__(target, module, options)
+    def __init__(self, target: TargetModel, module: Any, options: Any) -> None:
+        super().__init__(target, module, options)  # type: ignore[call-arg]
         self.taps = (target.num_layers,)
-
-    def true_features(self, output: FeatureOutput) -> Tensor:
-        return output.taps[self.taps[0]]
 
 
 def read_before_norm(drafter: EagleDrafter) -> EagleDrafter | None:
     """Give an EAGLE-1 head the target's last state before the final norm, not after it."""
-    return None if isinstance(drafter, Eagle3Drafter) else remade(drafter, mixin=_BeforeNorm)
+    return None if isinstance(drafter, Eagle3Drafter) else remade(drafter, wrong=_BeforeNorm)
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids: EAGLE-3's id i is the input of layer i, hidden_states[i]"
@@ -308,13 +294,13 @@ MISTAKES = (
         "feedback on the wrong side of the final norm",
         "norm_output",
         "set norm_output to its other value in its config.json",
-        flip_feedback,
+        partial(flip, key="norm_output"),
     ),
     Mistake(
         "residual on the wrong side of hidden_norm",
         "norm_before_residual",
         "set norm_before_residual to its other value in its config.json",
-        flip_residual,
+        partial(flip, key="norm_before_residual"),
     ),
     *map(_leaves_out, _NORMS),
     Mistake(
@@ -333,25 +319,25 @@ MISTAKES = (
         "draft positions one too low",
         "the position of the first draft token",
         RETRAIN,
-        partial(move_positions, mixin=_OneBehind),
+        partial(move_positions, wrong=_OneBehind),
     ),
     Mistake(
         "draft positions one too high",
         "the position of the first draft token",
         RETRAIN,
-        partial(move_positions, mixin=_OneAhead),
+        partial(move_positions, wrong=_OneAhead),
     ),
     Mistake(
         "rope_theta 10000",
         "rope_theta, rope_parameters",
         f"set rope_theta to 10000 {_SHAPE}",
-        partial(turn_otherwise, mixin=_Turned),
+        partial(turn_otherwise, turned=_without_theta),
     ),
     Mistake(
         "RoPE without its scaling",
         "rope_scaling, rope_parameters",
         f'set rope_type to "default" and remove the scaling {_SHAPE}',
-        partial(turn_otherwise, mixin=_Unscaled),
+        partial(turn_otherwise, turned=_without_scaling),
     ),
     Mistake("d2t ignored", "d2t: target id - draft id", "write zeros into d2t of its weights", ignore_d2t),
     Mistake(

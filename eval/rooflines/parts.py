@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, 
 
 from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.config import Engine, Quantization
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.methods.replay import ReplayDrafter
 from drafters.model.backend import most_likely
 from drafters.model.cache import cache_bytes
@@ -158,8 +160,8 @@ def methods(target: TargetModel, config: RooflineConfig) -> dict[str, Callable[[
         for name, drafter in ours.items():
             found[f"{name}{label}"] = partial(_ours, target, drafter, prompts[:batch], new)
     if config.exit_layer < target.num_layers:
-        options = KangarooOptions(exit_layer=config.exit_layer, eta=0.0, max_draft_tokens=4)
-        adapter = KangarooDrafter(target, KangarooAdapter(target.config), options)
+        module = KangarooAdapter(target.config, KangarooShape(exit_layer=config.exit_layer))
+        adapter = KangarooDrafter(target, module, KangarooOptions(eta=0.0, max_draft_tokens=4))
         rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
         replayed = ReplayDrafter.from_options(target, inner=adapter, profile=rates)
         found[f"Kangaroo, exit {config.exit_layer}, replay"] = partial(_ours, target, replayed, prompts[:1], new)

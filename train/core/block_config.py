@@ -1,13 +1,12 @@
 """The keys of training runs of block drafters, DFlash and DSpark. Imports no torch."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from drafters.common.states import dflash_taps
-from drafters.config import Amount, DraftLayer, DraftSize, Vocabulary, Width
-from train.core.config import Taps, TrainConfig, Weight
+from drafters.config import Amount
+from drafters.heads.block.shape import BlockShape, DSparkShape
+from train.core.config import TrainConfig, Weight
 
 
 class DFlashConfig(TrainConfig):
@@ -28,17 +27,7 @@ class DFlashConfig(TrainConfig):
     has_recipe: ClassVar[bool] = True
     sizes_lm_head: ClassVar[bool] = True
 
-    layout: Literal["fill-in", "anchor-first"] = Field(
-        "fill-in", description="slot k of a block predicts the token k after the anchor, or (anchor-first) k + 1"
-    )
-    block_size: DraftSize = Field(16, ge=2, description="rows of a block, the anchor's included")
-    mask_token_id: Vocabulary = Field(ge=0, description="the token at a block's other rows; one that texts lack")
-    tap_layers: Taps | None = Field(
-        None, description="the target's states that it reads: 2 is after two layers; null: five of them"
-    )
-    layer: DraftLayer = Field("qwen3", description="the kind of its decoder layers")
-    layers: int = Field(5, ge=1, le=64, description="number of its decoder layers")
-    causal: bool = Field(False, description="a row of a block attends only to the rows before it and itself")
+    head: BlockShape
     anchors: Amount = Field(512, ge=1, description="most blocks of a dialogue; each epoch draws others")
     anchor_share: float = Field(
         1.0, gt=0, le=1, description="the same, as a share of the positions that can be anchors"
@@ -51,14 +40,10 @@ class DFlashConfig(TrainConfig):
     )
 
     @property
-    def slots(self) -> int:
-        """Tokens that a block predicts."""
-        return self.block_size - (self.layout == "fill-in")
-
-    @property
     def decay(self) -> float:
         """gamma; its defaults are the paper's, and straight lines through them."""
-        return self.gamma or (self.block_size / 2 if self.block_size <= 10 else (self.block_size + 5) / 3)
+        size = self.head.block_size
+        return self.gamma or (size / 2 if size <= 10 else (size + 5) / 3)
 
     @classmethod
     def default(cls, key: str) -> Any:
@@ -66,11 +51,8 @@ class DFlashConfig(TrainConfig):
         return cls.model_fields[key].default
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return tuple(self.tap_layers or ())
-
-    def settled(self, layers: Callable[[], int]) -> Self:
-        return self if self.tap_layers else self.model_copy(update={"tap_layers": dflash_taps(layers())})
+    def shape(self) -> BlockShape:
+        return self.head.model_copy(update={"draft_vocab_size": self.draft_vocab})
 
     @property
     def trains_lm_head(self) -> bool:
@@ -90,10 +72,11 @@ class DFlashConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _can_hold_its_blocks(self) -> Self:
-        if self.batch_tokens <= self.block_size:
+        size = self.head.block_size
+        if self.batch_tokens <= size:
             raise ValueError(
-                f"batch_tokens is {self.batch_tokens}, and a block of {self.block_size} rows needs a token before it; "
-                f"set batch_tokens={self.block_size + 1} or more"
+                f"batch_tokens is {self.batch_tokens}, and a block of {size} rows needs a token before it; "
+                f"set batch_tokens={size + 1} or more"
             )
         if self.draft_vocab is not None and self.loss_vocab is not None:
             raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set only that")
@@ -111,15 +94,11 @@ class DSparkConfig(DFlashConfig):
 
     drafter: ClassVar[str] = "dspark"
 
-    layout: Literal["fill-in", "anchor-first"] = "anchor-first"
-    block_size: DraftSize = Field(7, ge=2)
+    head: DSparkShape
     classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = "total_variation"
     token_weight: Weight = 0.1
     target_weight: Weight = 1.8
     gamma: float | None = Field(None, ge=0.1, description="of exponential weights, in positions; null: 4")
-    markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="the kind of its Markov head")
-    markov_rank: Width = Field(256, ge=1, description="the rank of the Markov head")
-    confidence_head: bool = Field(True, description="it also estimates the acceptance of each token")
     confidence_weight: Weight = Field(1.0, description="weight of the confidence head's cross-entropy")
 
     @property
@@ -132,13 +111,13 @@ class DSparkConfig(DFlashConfig):
 
     @model_validator(mode="after")
     def _trains_its_confidence(self) -> Self:
-        if self.confidence_head and not self.confidence_weight:
+        if self.head.confidence_head and not self.confidence_weight:
             raise ValueError("confidence_weight is 0, which trains no confidence head; set confidence_head=false")
-        if self.confidence_head and not self.target_weight:
+        if self.head.confidence_head and not self.target_weight:
             raise ValueError(
                 "target_weight is 0, and the confidence head learns from the target's distribution; set "
                 "confidence_head=false or a target_weight"
             )
-        if not self.confidence_head and self.confidence_weight != self.default("confidence_weight"):
+        if not self.head.confidence_head and self.confidence_weight != self.default("confidence_weight"):
             raise ValueError(f"confidence_weight is {self.confidence_weight}, and confidence_head false; leave it out")
         return self

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drafters.common.states import disorder
-from drafters.config import Amount, Config, Dtype, Layers, Length, Seed, Size, Vocabulary, Width
+from drafters.config import Amount, Config, Dtype, Length, Seed, Size, Vocabulary, Width
+from drafters.heads.shape import HeadShape
 
 
 class OnlineData(Config):
@@ -38,12 +39,6 @@ DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device k
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _ascending(taps: list[int]) -> list[int]:
-    if wrong := disorder(taps):
-        raise ValueError(wrong)
-    return taps
-
-
 def _in_float32(weight: float) -> float:
     if weight and not 1e-6 <= weight <= 1e6:
         raise ValueError("give 0, or a number from 0.000001 to 1,000,000: others leave the range of float32")
@@ -54,7 +49,7 @@ def _in_float32(weight: float) -> float:
 # would end at its first step with advice on the learning rate.
 Weight = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
 Decay = Annotated[float, Field(ge=0.01, le=1)]  # a factor that is applied up to 16 times
-Taps = Annotated[list[Layers], Field(min_length=1), AfterValidator(_ascending)]
+OLDER_KEYS = {"tap_layers": "taps"}  # names that keys of a head had beside the others
 
 
 class TrainConfig(Config):
@@ -64,6 +59,8 @@ class TrainConfig(Config):
     older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before the key existed, if not its default
     has_recipe: ClassVar[bool] = False  # whether train.start trains the method: its drafter has a ``recipe``
     sizes_lm_head: ClassVar[bool] = False  # whether draft_vocab is the size of an LM head of the drafter's own
+
+    head: HeadShape = Field(HeadShape(), description="the shape of the head; its keys may also stand beside it")
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")
@@ -162,11 +159,18 @@ class TrainConfig(Config):
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers after which the drafter reads hidden states, beside the features: 2 is after the second."""
-        return ()
+        return self.head.reads
 
     def settled(self, layers: Callable[[], int]) -> Self:
         """Return this config with what it leaves to the target; ``layers`` returns the target's number of layers."""
-        return self
+        if "taps" not in type(self.head).model_fields or self.taps:
+            return self
+        return self.model_copy(update={"head": self.head.settled(layers())})
+
+    @property
+    def shape(self) -> HeadShape:
+        """The shape of the trained head, as config.json stores it."""
+        return self.head
 
     @property
     def solves_weights(self) -> bool:
@@ -207,6 +211,32 @@ class TrainConfig(Config):
     def other_models(self) -> dict[str, str]:
         """Models that are loaded beside the target, by key."""
         return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_head(cls, data: Any) -> Any:
+        known = isinstance(data, dict) and isinstance(data.get("head", {}), dict | HeadShape)
+        return cls.gathered(data) if known else data
+
+    @classmethod
+    def gathered(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Move keys of the head that stand at the top, as in older configs, under ``head``."""
+        kind: Any = cls.model_fields["head"].annotation
+        head = data.get("head", {})
+        given = head.model_dump() if isinstance(head, HeadShape) else head
+        flat = {OLDER_KEYS.get(key, key): key for key in data if key not in cls.model_fields}
+        flat = {key: old for key, old in flat.items() if key in kind.model_fields}
+        for key in flat.keys() & given.keys():
+            raise ValueError(f"{flat[key]} and head.{key} are both given; leave one of them out")
+        rest = {key: value for key, value in data.items() if key not in flat.values()}
+        return rest | {"head": kind.usual | {key: data[old] for key, old in flat.items()} | given}
+
+    @field_validator("head")
+    @classmethod
+    def _reads_in_order(cls, head: HeadShape) -> HeadShape:
+        if wrong := disorder(head.reads):
+            raise ValueError(f"taps: {wrong} (found {list(head.reads)})")
+        return head
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -66,7 +66,7 @@ class Task(ABC):
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
         block_size, slots: of a block drafter, the rows of a block, and those that predict.
         base: with the config's ``lora``, the drafter that the adapter is for.
-        shape: of a method whose heads have this option, that of ``init_from`` (``shape_of``).
+        head: the shape of the trained head; where ``init_from`` has layers of other sizes than the target, with those.
     """
 
     schema: ClassVar[type[TrainConfig]]
@@ -86,7 +86,7 @@ class Task(ABC):
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         self.config, self.ends, self.layers_config = config, ends, ends.config
         self.drafter: type[Any] = drafter_class(config.measured_by["drafter"])
-        self.shape = shape_of(config.init_from) if "shape" in self.drafter.options.model_fields else {}
+        self.head = shape_of(config)
         self.heads = LMHeads(config, ends.lm_head)
         self.earliest = self.ahead
         torch.manual_seed(config.seed)
@@ -102,7 +102,7 @@ class Task(ABC):
 
     def build(self) -> nn.Module:
         """The module with random weights, which takes packed dialogues."""
-        module: nn.Module = self.drafter.build_module(self.ends.config, self.drafter_config())
+        module: nn.Module = self.drafter.build_module(self.ends.config, self.head)
         take_dialogues(module)
         if self.config.lora is not None:
             with_lora(module, self.config.lora, self.config.init_from)
@@ -111,10 +111,6 @@ class Task(ABC):
     def check_attention(self) -> None:
         """Raise ValueError if the module's attention does not take packed dialogues."""
         check_dialogues(self.module, self.ends.config)
-
-    def drafter_config(self) -> dict[str, Any]:
-        """The ``drafter`` section of the checkpoint's config.json."""
-        return {}
 
     def load(self) -> None:  # noqa: B027 (most methods have nothing to load)
         """Read weights that are not random into the module."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.config import validate
+from drafters.heads.shape import HeadShape
 from drafters.hub.checkpoint import (
     FORMAT_VERSION,
     BaseHead,
@@ -20,30 +21,29 @@ from drafters.hub.checkpoint import (
 )
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.head_adapter import fingerprint, load_head
+from train.core.config import TrainConfig
 from train.core.lora import copy_weights, load_base, save_adapter, with_lora
 
 if TYPE_CHECKING:
     from train.core.task import Task
 
-# Options of a head that its weights' shapes need not show; KEYS: a training's names for them, where they differ.
-UNSEEN = {"inputs", "fc_bias", "layer", "taps", "norm_before_residual", "norm_output"}
-UNSEEN |= {"layout", "mask_token_id", "causal"}
-KEYS = {"taps": "tap_layers"}
+# Keys of a shape that may differ from those of init_from: sizes, which the weights' shapes show, and records.
+SHOWN = {"draft_vocab_size", "trained_steps", "shape"}
 
 
-def shape_of(checkpoint: str | None) -> dict[str, Any]:
-    """``{"shape": ...}`` of the drafter ``checkpoint``, heads, MLP and RoPE that are not the target's; {} without any.
+def shape_of(config: TrainConfig) -> HeadShape:
+    """The shape of the trained head; with heads, MLP and RoPE of ``init_from``, if these are not the target's.
 
     Raises:
-        ValueError: no drafter there.
+        ValueError: no drafter in ``init_from``.
     """
-    if checkpoint is None:
-        return {}
+    if config.init_from is None or "shape" not in type(config.shape).model_fields:
+        return config.shape
     try:
-        shape = config_of(checkpoint).drafter.get("shape")
+        sizes = config_of(config.init_from).drafter.get("shape")
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
-    return {"shape": shape} if shape else {}
+    return validate(type(config.shape), config.shape.model_dump() | ({"shape": sizes} if sizes else {}), "init_from")
 
 
 def init_from(task: Task, checkpoint: str) -> None:
@@ -64,14 +64,13 @@ def init_from(task: Task, checkpoint: str) -> None:
             f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
             f"{config.drafter!r}; name one of these"
         )
-    read, made = (validate(task.drafter.options, o, checkpoint) for o in (found["drafter"], task.drafter_config()))
-    for name in sorted(UNSEEN):
-        key = KEYS.get(name, name)
-        theirs, ours = (_typed(getattr(options, name, None)) for options in (read, made))
-        if theirs != ours:
+    theirs, ours = task.drafter.read_section(found["drafter"], checkpoint)[0].model_dump(), task.head.model_dump()
+    for key in ours:
+        before, now = _typed(theirs[key]), _typed(ours[key])
+        if key not in SHOWN and before != now:
             raise ValueError(
-                f"init_from: the head in {checkpoint} has {key}: {theirs}, and this trains one with {key}: {ours}; "
-                f"set {key}={theirs}, or another init_from"
+                f"init_from: the head in {checkpoint} has {key}: {before}, and this trains one with {key}: {now}; "
+                f"set head.{key}={before}, or another init_from"
             )
     ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
     if config.lora is None:
@@ -80,7 +79,7 @@ def init_from(task: Task, checkpoint: str) -> None:
     task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
     if ids is not None and (count := found["drafter"].get("draft_vocab")):
         task.draft_ids = ids[:count]
-    plain = task.drafter.build_module(task.ends.config, task.drafter_config())
+    plain = task.drafter.build_module(task.ends.config, task.head)
     load_state(plain, weights, source)
     load_base(task.module, plain.state_dict())
 
@@ -92,7 +91,7 @@ def _typed(value: object) -> str:
 
 def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint of ``weights``, and its ``drafter`` section; adapters are merged."""
-    options = task.drafter_config()
+    options = task.head.stored()
     if task.config.lora is not None:
         exact = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
         weights = _adapter(task, exact).merge_and_unload().state_dict()
@@ -105,7 +104,7 @@ def write_checkpoint(task: Task, weights: dict[str, Tensor], target: TargetIdent
     config = {
         "drafter_type": task.config.drafter,
         "format_version": FORMAT_VERSION,
-        "drafter": task.drafter_config(),
+        "drafter": task.head.stored(),
         "target": target.model_dump(),
         "training": training,
     }
@@ -120,7 +119,7 @@ def _adapter(task: Task, weights: dict[str, Tensor]) -> Any:
     """peft's model with copies of ``weights``, around a new module."""
     assert task.config.lora is not None
     with torch.random.fork_rng(devices=[]):
-        module = task.drafter.build_module(task.ends.config, task.drafter_config())
+        module = task.drafter.build_module(task.ends.config, task.head)
         model = with_lora(module, task.config.lora, task.config.init_from)
     copy_weights(model.get_base_model(), weights)
     return model.eval()

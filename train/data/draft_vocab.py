@@ -39,7 +39,8 @@ def find_frequent(task: Task, train: Source) -> str | None:
         ValueError: more tokens than the vocabulary has, or a method that does not draft with a part of it.
     """
     draft, loss, vocab = task.config.draft_vocab, task.config.loss_vocab, task.ends.lm_head.out_features
-    if draft is not None and not {"draft_vocab", "draft_vocab_size"} & task.drafter.options.model_fields.keys():
+    keys = {*task.drafter.options.model_fields, *type(task.head).model_fields}
+    if draft is not None and not {"draft_vocab", "draft_vocab_size"} & keys:
         raise ValueError(f"draft_vocab is {draft:,}, and drafter {task.drafter.name!r} takes none; leave it out")
     if draft is None and loss is None:
         return None

@@ -88,7 +88,7 @@ def export_tuned(
     how = "all layers" if lora is None else f"LoRA of rank {lora.r}"
     text = (
         f"It is another model than `{name}`: decoding with the heads gives exactly what this model gives, and not what "
-        f"`{name}` does.\n\n`{name}`, tuned together with {config.heads} Medusa heads (Medusa-2: {how})"
+        f"`{name}` does.\n\n`{name}`, tuned together with {config.head.heads} Medusa heads (Medusa-2: {how})"
     )
     text = card(config.out, "medusa", text, provenance["training"])
     if lora is not None:

@@ -266,7 +266,7 @@ def add_estimates(
     share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))  # tokens
     lengths = [longest] * -(-share // longest)  # of the largest micro-batch
     if config.drafter in method_names():  # a draft model is served by any engine
-        report.add("served by", served_text(config.drafter, task.drafter_config(), target))
+        report.add("served by", served_text(config.drafter, task.head.stored(), target))
     if (start := config.init_from) is not None:
         report.check("init_from", lambda: init_from(task, start), f"{start}, whose weights fit")
     if store is not None:

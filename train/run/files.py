@@ -137,10 +137,13 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
     free = FREE_ON_RESUME - ({"draft_vocab"} if config.sizes_lm_head else set())
     now = {key: value for key, value in now.items() if key not in free}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
-    optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
-    before = _by_key(optional | config.older | read_info(run)["config"])
+    recorded = read_info(run)["config"]
+    if "head" not in recorded:  # a run from before its keys were a group
+        recorded = config.gathered(config.older | recorded)
+    head = defaults(type(config.head)) | recorded["head"]
+    before = _by_key(defaults(type(config)) | config.older | recorded | {"head": head})
     before = {key: value for key, value in before.items() if key in now}
-    left = {key for key, value in now.items() if value == "auto" or (key, value) == ("tap_layers", None)}
+    left = {key for key, value in now.items() if value == "auto" or (key, value) == ("head.taps", None)}
     settled = {key: before[key] for key in left & before.keys()}
     now |= settled
     # A run may have recorded auto instead of the value; then loading the weights refuses another value.
@@ -149,7 +152,15 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
-    return config.model_copy(update=settled)
+    head = {key.removeprefix("head."): value for key, value in settled.items() if key.startswith("head.")}
+    rest = {key: value for key, value in settled.items() if not key.startswith("head.")}
+    return config.model_copy(update=rest | {"head": config.head.model_copy(update=head)})
+
+
+def defaults(schema: type[Config]) -> dict[str, Any]:
+    """The keys of a schema that have defaults, with these."""
+    every = {name: field.default for name, field in schema.model_fields.items() if not field.is_required()}
+    return {name: value.model_dump() if isinstance(value, Config) else value for name, value in every.items()}
 
 
 def read_info(run: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from drafters.loop.acceptance import Verdict
 from drafters.loop.generate import generate
 from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
-from drafters.methods.dflash import DFlashDrafter
+from drafters.methods.block import DFlashDrafter, DSparkDrafter
 from drafters.model.target import TargetModel
 from drafters.policy.truncation import MOST, Truncation
 from train.watch.tau import held_out_prompts, room
@@ -83,7 +83,7 @@ def calibrate(options: argparse.Namespace) -> None:
         ValueError: another kind of drafter, another target, no store, or too few drafts.
     """
     method = checkpoint.read_config(options.checkpoint).drafter_type
-    if not issubclass(drafter_class(method), DFlashDrafter):
+    if not issubclass(drafter_class(method), (DFlashDrafter, DSparkDrafter)):
         raise ValueError(
             f"--checkpoint: {options.checkpoint} holds a drafter of type {method!r}, which estimates no acceptance; "
             "give a dflash or a dspark"
@@ -129,14 +129,16 @@ def load(options: argparse.Namespace) -> Any:
 
 def decode(drafter: Any, prompts: list[list[int]], options: argparse.Namespace) -> Drafts:
     """Answer the prompts, and return the drafts of their steps."""
-    drafter.policy = policy = Watched(drafter.depth, drafter.policy.trained)
+    drafter.policy = policy = Watched(drafter.shaper.depth, drafter.policy.trained)
     with Bar(total=len(prompts), unit=" prompts", leave=False) as bar:
         for start in range(0, len(prompts), BATCH):
             some = prompts[start : start + BATCH]
             given: dict[str, Any] = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
             generate(drafter.target, drafter, some, prompt_lengths=[*map(len, some)], seed=start, **given)
             bar.update(len(some))
-    return Drafts(torch.tensor(policy.logits).view(len(policy.accepted), drafter.depth), torch.tensor(policy.accepted))
+    return Drafts(
+        torch.tensor(policy.logits).view(len(policy.accepted), drafter.shaper.depth), torch.tensor(policy.accepted)
+    )
 
 
 def fit(drafts: Drafts, trained: bool) -> list[float]:

@@ -1,18 +1,63 @@
-"""What a head that reads the target's states keeps between steps: its cache, and features that it has not taken in yet.
+"""A head as the decoding loop runs it: it reads what was committed, and answers with slots that a draft grows over."""
 
-Steps without a draft of its own add to those features.
-"""
-
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from drafters.learned import LearnedDrafter
+from drafters.drafting.grow import Slots
+from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, rows_of
+from drafters.loop.tree import DraftTree
 from drafters.model.cache import KVCache
 from drafters.model.target import FeatureOutput, TargetModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from drafters.model.draft_head import DraftHead
+
+
+class Head:
+    """What a learned drafter holds. A method derives its own.
+
+    Attributes:
+        lm_heads: the LM heads that score its slots; all draft with the same tokens.
+        taps: hidden states that it reads of every target forward, by the number of layers before them.
+    """
+
+    lm_heads: "list[DraftHead]"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, target: TargetModel, module: nn.Module) -> None:
+        self.target = target
+        self.module: Any = module
+
+    @property
+    def lm_head(self) -> "DraftHead":
+        """The first LM head, which names the tokens."""
+        return self.lm_heads[0]
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        """Read the prompts; ``output`` has their rows."""
+        raise NotImplementedError
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        """Read the prompts of ``part``, which replace ``rows`` of a running batch."""
+        raise NotImplementedError
+
+    def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
+        """Read what is pending, and return the slots of a new draft; ``plan``: its nodes, if they are fixed."""
+        raise NotImplementedError
+
+    def grown(self, state: DecodeState, plan: TreePlan | None) -> DraftTree | None:
+        """Return a whole draft where the head has a faster way than ``slots``; else None."""
+        return None
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        """Take in a committed step, whoever drafted it."""
+        raise NotImplementedError
 
 
 class PendingFeatures:
@@ -77,35 +122,59 @@ def in_parts(counts: list[int], cache: KVCache) -> list[list[int]]:
     return [[min(max(count - after, 0), most) for count in counts] for after in reversed(later)]
 
 
-class StateReader(LearnedDrafter):
-    """A drafter whose head reads the target's states of committed tokens, and keeps them in a cache of its own."""
+class StateHead(Head):
+    """A head that reads the target's states of committed tokens into a cache of its own.
 
-    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
-        super().__init__(target, module, options)
-        self._cache = KVCache.nothing()
-        self._pending: PendingFeatures
+    States of the latest tokens are pending until the next draft: a step without one adds to them.
+
+    Args:
+        layers: number of its layers. layer: their configuration.
+    """
+
+    def __init__(self, target: TargetModel, module: nn.Module, layers: int, layer: "PretrainedConfig") -> None:
+        super().__init__(target, module)
+        self.taps = self.module.shape.reads
+        self._layers, self.layer = layers, layer
+        self.cache = KVCache.nothing()
+        self.pending: PendingFeatures
+
+    def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Any:
+        """Put the first ``counts`` of the true features ``[B, R, taps * H]`` into the cache."""
+        raise NotImplementedError
+
+    def catch_up(self, state: DecodeState) -> Any:
+        """Read what is pending; return what ``read`` returns of the last tokens."""
+        latest = None
+        state.empty_finished(self.cache)
+        for features, counts in self.pending.take(state.finished, self.cache):
+            latest = self.read(features, counts, state)
+        return latest
 
     def true_features(self, output: FeatureOutput) -> Tensor:
         """Return what the head reads of the target's rows: ``[B, R, taps * H]``; without taps the features."""
         return torch.cat([output.taps[tap] for tap in self.taps], dim=-1) if self.taps else output.features
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        super().begin(state, output)
-        self._cache.release()  # so that its memory can be reused
+        self.cache.release()  # so that its memory can be reused
         self._read_prompts(state, output)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        cache, pending = self._cache, self._pending
+        cache, pending = self.cache, self.pending
         self._read_prompts(part, output)
         for number, row in enumerate(rows):
-            cache.copy_row(row, self._cache, number)
-        pending.replace(rows, self._pending)
-        self._cache.release()
-        self._cache, self._pending = cache, pending
+            cache.copy_row(row, self.cache, number)
+        pending.replace(rows, self.pending)
+        self.cache.release()
+        self.cache, self.pending = cache, pending
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        self._pending.add(self.true_features(output), verdict)
+        self.pending.add(self.true_features(output), verdict)
 
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
-        raise NotImplementedError
+        features = self.true_features(output)
+        self.cache = self.target.new_cache(state.batch, state.cache.capacity, self._layers, self.layer)
+        self.pending = PendingFeatures(features, state.prompt_lengths)
+        counts = [length - 1 for length in state.prompt_lengths]
+        if any(counts):
+            self.read(features[:, :-1], counts, state)

@@ -5,15 +5,14 @@ features and from the block, through the same projections; queries come from the
 and values do not depend on the block: decoding computes them once, and keeps them in a cache (``ContextLayer``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.common.states import state_name
-from drafters.config import DraftLayer, LayerShape
+from drafters.heads.block.shape import BlockShape
 from drafters.model.cache import KVCache
 from drafters.model.fused import signed
 from drafters.model.layers import layer_kind, made
@@ -28,45 +27,31 @@ class BlockBackbone(nn.Module):
 
     The embedding is the target's, and so is the LM head without ``draft_vocab_size``.
 
-    Args:
-        target_config: of the target.
-        taps: the target's states that it reads, by the number of layers before each.
-        layer, layers: kind of its decoder layers, and their number.
-        draft_vocab_size: rows of its own LM head; ``d2t`` has their ids, as offsets. None: the target's LM head.
-        shape: where its layers differ from what the target gives.
-
     Raises:
         ValueError: the target has no such states, or fewer tokens.
     """
 
-    def __init__(
-        self,
-        target_config: PretrainedConfig,
-        taps: Sequence[int],
-        layer: DraftLayer,
-        layers: int,
-        draft_vocab_size: int | None = None,
-        shape: LayerShape | None = None,
-    ) -> None:
+    def __init__(self, target_config: PretrainedConfig, shape: BlockShape) -> None:
         super().__init__()
-        _check(target_config, taps, draft_vocab_size)
-        kind = layer_kind(target_config, layer, shape)
+        shape = shape.settled(target_config.num_hidden_layers)
+        shape.check(target_config)
+        kind = layer_kind(target_config, shape.layer, shape.shape)
         config: Any = kind.config
-        config.num_hidden_layers, wide = layers, config.hidden_size
+        config.num_hidden_layers, wide = shape.layers, config.hidden_size
         if getattr(config, "layer_types", None):
-            config.layer_types = ["full_attention"] * layers
-        self.config, self.layer, self.hidden_size = config, layer, wide
-        self.fc = nn.Linear(len(taps) * wide, wide, bias=False)
+            config.layer_types = ["full_attention"] * shape.layers
+        self.shape, self.config, self.hidden_size = shape, config, wide
+        self.fc = nn.Linear(len(shape.reads) * wide, wide, bias=False)
         self.hidden_norm = made(config, kind.norm, wide, eps=kind.eps)
-        stack = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(layers)]
+        stack = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(shape.layers)]
         self.layers = nn.ModuleList(stack)
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
         self.norm = made(config, kind.norm, wide, eps=kind.eps)
         self.lm_head: nn.Linear | None = None
-        if draft_vocab_size is not None:
-            self.lm_head = nn.Linear(wide, draft_vocab_size, bias=False)
+        if (rows := shape.draft_vocab_size) is not None:
+            self.lm_head = nn.Linear(wide, rows, bias=False)
             # Until training or a checkpoint sets it: the first tokens.
-            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64))
         for weights in self.parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
@@ -160,18 +145,3 @@ def _states(attention: Any, k_proj: Transform, v_proj: Transform, features: Tens
     cos, sin = turns
     keys = torch.addcmul(keys * cos, keys.roll(width // 2, -1), sin)
     return keys.transpose(1, 2), values.transpose(1, 2)
-
-
-def _check(target: PretrainedConfig, taps: Sequence[int], draft_vocab_size: int | None) -> None:
-    """Raise ValueError unless a target with this configuration has such states and tokens."""
-    last = target.num_hidden_layers
-    if wrong := [tap for tap in taps if not 0 <= tap <= last]:
-        raise ValueError(
-            f"taps are {list(taps)}, and the target has {last} layers: {wrong[0]} is no state of it; give numbers from "
-            f"0 (the embeddings) to {last} ({state_name(last)})"
-        )
-    if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size is {draft_vocab_size:,}, and the target's vocabulary has {target.vocab_size:,} tokens; "
-            "leave it out to draft with the target's LM head"
-        )

@@ -1,41 +1,48 @@
-"""Drafts from one pass over a block: a plan filled with tokens, or the tree of the best cumulative log-probability.
+"""Grow a draft over slots: fill a plan of nodes with tokens, or keep the likeliest nodes.
 
-A block has a *slot* for each depth of the draft. Its scores may be the same for all nodes of the depth (DFlash's
-marginals), or depend on the tokens before it (DSpark's conditional scores). Both trees are lossless: the shape of the
-first does not depend on the tokens, and the nodes of the second are deterministic.
+A head answers as *slots*: the scores of the tokens after the nodes of each depth. They are the same for all nodes of a
+depth (DFlash's marginals, Medusa's heads), or depend on the tokens before (EAGLE, DSpark). Both trees are lossless: the
+shape of a plan does not depend on the tokens, and the nodes of the likeliest tree are deterministic.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from drafters.drafting.tree_plan import TreePlan, children_of, rerank
-from drafters.loop.sampling import Sampling
+from drafters.drafting.tree_plan import TreePlan
+from drafters.loop.sampling import Sampling, draw_without_replacement
 from drafters.loop.tree import ROOT, DraftTree
 
 
-class Slots(Protocol):
-    """Scores of a block's slots, asked for in order of depth.
+class Slots:
+    """Scores of the nodes of a draft over W tokens, which are the drafter's vocabulary.
+
+    ``fill`` and ``likeliest`` call ``logits(0)`` for the root, then for each further depth ``follow`` with chosen nodes
+    and ``logits``.
 
     Attributes:
         shared: the scores of a slot are the same for all nodes before it.
     """
 
-    shared: bool
+    shared = False
 
     def logits(self, depth: int) -> Tensor:
         """``[B, n, W]`` of the tokens after n nodes of one depth (0: the root); n is 1 if they are shared."""
+        raise NotImplementedError
 
     def follow(self, tokens: Tensor, parents: Tensor) -> None:
         """Go on from chosen nodes: ``tokens [B, n]``, places among the W; ``parents [B, n]`` or ``[n]``, rows of the
         latest ``logits``."""
 
+    def goes_on(self, tokens: Tensor) -> bool:
+        """Return False if the draft ends with this level; ``tokens [B, n]``, places of all nodes of the level."""
+        return True
+
     def certainty(self) -> Tensor:
         """``[B, D]`` estimated acceptance of each slot of a chain, as a logit; it reads only tokens before the slot."""
+        raise NotImplementedError
 
 
-class Marginals:
+class Marginals(Slots):
     """Slots whose scores do not depend on each other: ``logits [B, D, W]``."""
 
     shared = True
@@ -47,11 +54,7 @@ class Marginals:
         """``[B, 1, W]``."""
         return self._logits[:, depth : depth + 1]
 
-    def follow(self, tokens: Tensor, parents: Tensor) -> None:
-        """Nothing changes."""
-
     def certainty(self) -> Tensor:
-        """``[B, D]``."""
         return top_logit(self._logits)
 
 
@@ -67,7 +70,7 @@ def fill(slots: Slots, plan: TreePlan, sampling: Sampling, generator: torch.Gene
     """Fill a plan with tokens: the likeliest children of each node when greedy, otherwise draws without replacement.
 
     Shared slots are drawn once, and the draws are the children of all nodes before the slot. Verification walks one
-    path, which meets each slot once, so that this is lossless.
+    path, which meets each slot once, so that this is lossless. The draft may end early (``Slots.goes_on``).
     """
     tokens: list[Tensor] = []
     valid: list[Tensor] = []
@@ -79,18 +82,38 @@ def fill(slots: Slots, plan: TreePlan, sampling: Sampling, generator: torch.Gene
         tokens.append(chosen)
         if real is not None:
             valid.append(real[:, row, level.rank])
+        if not slots.goes_on(chosen):
+            break
         if len(level.inner):
             slots.follow(chosen[:, level.inner], row[level.inner])
+    every = torch.cat(tokens, 1)
     return DraftTree.from_parents(
-        torch.cat(tokens, 1),
-        plan.parents,
+        every,
+        plan.parents[: every.shape[1]],
         q=torch.cat(q, 1) if q else None,
-        q_row=plan.above if slots.shared else plan.q_row,
+        q_row=(plan.above if slots.shared else plan.q_row)[: every.shape[1]],
         valid=torch.cat(valid, 1) if valid else None,
     )
 
 
-def grow_likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTree:
+def children_of(
+    logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, q: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Choose ``count`` tokens per row of ``logits [B, R, V]``.
+
+    Args:
+        q: the distributions of drawn tokens are appended to it.
+
+    Returns:
+        tokens ``[B, R, count]``, and for drawn ones ``[B, R, count]``: False beyond the support of the distribution.
+    """
+    if sampling.greedy:
+        return logits.topk(count, dim=-1).indices, None
+    q.append(sampling.probabilities(logits))
+    return draw_without_replacement(q[-1], count, generator)
+
+
+def likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTree:
     """The ``nodes`` best nodes by cumulative log-probability, to at most ``depth`` levels.
 
     Over shared slots the tree is exact for ``top_k`` candidates in each slot (DDTree, arXiv 2604.12989): the best nodes
@@ -98,7 +121,7 @@ def grow_likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTre
     paths of a level are extended (EAGLE-2). Nodes are deterministic: sampled decoding accepts one with probability p.
     """
     width = nodes if slots.shared else top_k
-    scores: Tensor | None = None  # of the extended nodes, [B, n]
+    scores: Tensor | None = None  # of the extended nodes, float32 [B, n]
     all_scores, all_tokens, all_parents = [], [], []
     frontier, first = None, 0
     for level in range(depth):
@@ -121,3 +144,16 @@ def grow_likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTre
     draft = rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
     draft.draws = (0,) * depth
     return draft
+
+
+def rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
+    """Keep the ``nodes`` best of the candidates ``[B, C]`` of each batch row, renumbered."""
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
+    kept = best.sort(dim=-1).values
+    number = torch.full_like(tokens, -2)
+    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    old = parents.gather(1, kept)
+    new = torch.where(old == ROOT, ROOT, number.gather(1, old.clamp_min(0)))
+    if new.device.type == "cpu":  # on a GPU the check would synchronise
+        assert bool((new > -2).all()), "a draft node was kept without its parent"
+    return DraftTree(tokens.gather(1, kept), new)

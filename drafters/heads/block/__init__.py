@@ -1,0 +1,1 @@
+"""Block heads, DFlash and DSpark: one pass predicts a block of tokens."""

@@ -1,0 +1,1 @@
+"""EAGLE head: one decoder layer that extrapolates features."""

@@ -1,0 +1,1 @@
+"""EAGLE-3 head: decoder layers that read several states of the target."""

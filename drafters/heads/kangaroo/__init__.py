@@ -1,0 +1,1 @@
+"""Kangaroo adapter: attention over the target's shallow states."""

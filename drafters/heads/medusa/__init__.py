@@ -1,0 +1,1 @@
+"""Medusa heads: residual blocks that predict the next tokens in parallel."""
