@@ -88,7 +88,7 @@ class MergedTree(DraftTree):
         # Run the trials of all rows, and draw a bonus from each residual; one copy to the host.
         p = sampling.probabilities(logits[0])
         chances, p[self.rows] = trials(self, p[self.rows])
-        passed = torch.rand(chances.shape, device=p.device, generator=generator) < chances
+        passed = torch.rand(chances.shape, dtype=torch.float32, device=p.device, generator=generator) < chances
         first = passed.int().argmax(1, keepdim=True)
         child = torch.where(passed.gather(1, first), self.children.gather(1, first), -1)[:, 0]
         outcome = torch.cat([child, draw(p, generator)]).tolist()

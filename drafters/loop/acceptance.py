@@ -80,7 +80,8 @@ def verify_sampled(
     After each accepted row a token is drawn that is distributed as p there. If a child of the row has this token, the
     child is accepted and the walk continues there; otherwise the token is the bonus.
     """
-    uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)  # one per node, for its trial
+    # One per node, for its trial.
+    uniform = torch.rand(draft.tokens.shape, dtype=torch.float32, device=logits.device, generator=generator)
     by_row = len(logits) <= FEW_ROWS or logits.shape[-1] > SMALL_VOCAB
     if by_row and logits.device.type == "cpu":
         at, bonus = walk_by_row(
@@ -295,6 +296,6 @@ class ByText:
             drafted = list(compress(tokens[row], see[row, at, 1:].tolist()))  # the path to row ``at``
             return chosen.probabilities(scores_after(state, row, drafted, logits[row, at]))
 
-        uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
+        uniform = torch.rand(draft.tokens.shape, dtype=torch.float32, device=logits.device, generator=generator)
         unfinished = [not finished for finished in state.finished]
         return collect(draft, see, *walk_by_row(draft, after, unfinished, uniform, generator))

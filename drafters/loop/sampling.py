@@ -111,7 +111,7 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     """
     cumulative = probabilities.cumsum(-1)
     total = cumulative[..., -1:]
-    uniform = torch.rand(total.shape, device=probabilities.device, generator=generator)
+    uniform = torch.rand(total.shape, dtype=torch.float32, device=probabilities.device, generator=generator)
     # The token is the first whose cumulative sum exceeds the point, so its probability is above 0. Rounding can put
     # the point on the total, which no sum exceeds: the minimum prevents that.
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -127,7 +127,8 @@ def draw_without_replacement(probabilities: Tensor, k: int, generator: torch.Gen
     Returns:
         tokens ``[..., k]`` and valid ``[..., k]``: False where the support was exhausted before the k-th draw.
     """
-    noise = torch.rand(probabilities.shape, device=probabilities.device, generator=generator).log_().clamp_min_(-17.0)
+    shape, device = probabilities.shape, probabilities.device
+    noise = torch.rand(shape, dtype=torch.float32, device=device, generator=generator).log_().clamp_min_(-17.0)
     keys, tokens = (probabilities / noise).topk(k, dim=-1, largest=False)
     return tokens, keys < 0
 

@@ -94,11 +94,14 @@ class ReplayDrafter(Drafter):
         for node, parent in enumerate(parents):
             depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else -1)
         deepest, reached = max(depth), 0
-        while reached < deepest and float(torch.rand((), generator=self._generator)) < self._rate(reached):
+        while reached < deepest and self._uniform() < self._rate(reached):
             reached += 1
         rows = [row for row, level in enumerate(depth) if level == reached]
         best = rows[int(torch.randint(len(rows), (), generator=self._generator))]
         return best, choices[best]
+
+    def _uniform(self) -> float:
+        return float(torch.rand((), dtype=torch.float32, generator=self._generator))
 
     def _rate(self, level: int) -> float:
         return self.profile[min(level, len(self.profile) - 1)]

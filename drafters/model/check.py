@@ -7,7 +7,7 @@ each family more closely, in float32; in 16 bits a layer that is wrong by a few 
 Nothing of the model is changed, because another thread may generate with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,11 @@ ROWS, PROMPT = 12, 4  # rows of the check, and how many of them are the prompt
 SHORTER = 2  # tokens that the second batch row's prompt has fewer
 WINDOW = 4  # of a sliding window or a chunk during the check
 LOGITS = 1000.0  # the largest logit of the recorded forward: a cap or a scale changes it visibly
-DRAWS = 4  # forwards with moved results that measure a model's rounding
-# Largest errors over the model's rounding: of the middle group of rows, and of the worst one. Tuned on 300 random
-# models at three instruction levels: right ones reached 0.8 and 1.2. In the middle, the planted faults of
-# tests/test_self_check.py have 1.5 or more.
-MIDDLE, WORST = 1.2, 2.5
+DRAWS = 8  # forwards with moved results that measure a model's rounding
+# Largest error of a group of rows over the model's rounding there: of the worst group, and of the third worst, for a
+# random model may amplify one rounding in one row. Tuned on 700 random models at three instruction levels: right ones
+# reached 1.8 and 0.9; the third worst of the planted faults in tests/test_self_check.py has 1.5 or more.
+LIMITS = {1: 3.0, 3: 1.25}
 
 
 def off(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def most_allowed(target: "TargetModel", ids: Tensor, error: float) -> float:
     if error <= (least := _few_roundings(target)):
         return least
     whole = body_of(target.model)(input_ids=ids, use_cache=False).last_hidden_state
-    return max(least, WORST * _rounding(target, ids, whole).median(-1).values.max().item())
+    return max(least, LIMITS[1] * _rounding(target, ids, whole).median(-1).values.max().item())
 
 
 @torch.no_grad()
@@ -112,15 +112,18 @@ def check_parts(target: "TargetModel", layer: int) -> None:
 
 def _errors_and_limits(
     target: "TargetModel", texts: Tensor, tree: Sequence[Tensor], expected: Tensor
-) -> list[tuple[float, float]]:
-    """Return the error of the middle group of rows and that of the worst one, each with its limit."""
-    errors = _by_group([off(rows, text[: len(rows)]) for rows, text in zip(tree, expected, strict=True)])
-    middle = worst = _few_roundings(target)
-    if errors.max() > worst:
-        own = _rounding(target, texts, expected)  # [DRAWS, 2, ROWS]
-        draws = torch.stack([_by_group([first, second[:-SHORTER]]) for first, second in own])
-        middle, worst = max(middle, MIDDLE * draws.median().item()), max(worst, WORST * draws.max().item())
-    return [(errors.median().item(), middle), (errors.max().item(), worst)]
+) -> Iterator[tuple[float, float]]:
+    """Yield the error of the worst group of rows and that of the third worst, each with its limit."""
+    pairs = [(rows, text[: len(rows)]) for rows, text in zip(tree, expected, strict=True)]
+    errors, least = _by_group([off(*rows) for rows in pairs]), _few_roundings(target)
+    own = torch.zeros_like(errors)
+    if errors.max() > least:
+        draws = _rounding(target, texts, expected)  # [DRAWS, 2, ROWS]
+        own = torch.stack([_by_group([first, second[:-SHORTER]]) for first, second in draws]).amax(0)
+    for place, times in LIMITS.items():
+        limits = (times * own).clamp_min(least)
+        group = (errors / limits).topk(place).indices[-1]
+        yield errors[group].item(), limits[group].item()
 
 
 def _refusal(target: "TargetModel", reason: str) -> ValueError:
@@ -195,7 +198,7 @@ def _rounding(target: "TargetModel", texts: Tensor, whole: Tensor) -> Tensor:
 
 def _unit(target: "TargetModel") -> float:
     """Return the distance of two numbers of the dtype beside 1; of its products, where those take fewer bits (TF32)."""
-    numbers = torch.linspace(1, 2, 4096, device=target.device).to(target.dtype).view(64, 64)
+    numbers = torch.linspace(1, 2, 4096, dtype=torch.float32, device=target.device).to(target.dtype).view(64, 64)
     products = F.linear(numbers, torch.eye(64, device=target.device, dtype=target.dtype))
     return max(torch.finfo(target.dtype).eps, 2 * (products.float() / numbers.float() - 1).abs().max().item())
 

@@ -117,7 +117,9 @@ def layer_kind(
         own.layer_types = ["full_attention"]
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", trust_remote_code=False)
+            # Another dtype than torch's default would become the default of all threads meanwhile.
+            given: Any = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa"}
+            model: Any = AutoModelForCausalLM.from_config(own, trust_remote_code=False, **given)
         first, norm = model.model.layers[0], model.model.norm
         own_attention, rotary = first.self_attn, model.model.rotary_emb
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps

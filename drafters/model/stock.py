@@ -261,7 +261,8 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
     for part in (head, body):
         bare._modules[names[id(part)]] = _Given(part)
     with torch.device("cpu"):  # a model without contents is asked, too
-        given = torch.linspace(-1, 1, 257).repeat(3) * torch.tensor([1e-3, 30.0, 1e6]).repeat_interleave(257)
+        sizes = torch.tensor([1e-3, 30.0, 1e6], dtype=torch.float32)
+        given = torch.linspace(-1, 1, 257, dtype=torch.float32).repeat(3) * sizes.repeat_interleave(257)
         try:
             found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
         except (RuntimeError, AttributeError, TypeError) as error:

@@ -90,7 +90,7 @@ def verify_stochastic(
     if draft.size == 0:
         return verify_sampled(draft, logits, see, sampling, generator)
     assert isinstance(draft, MergedTree)
-    keys = torch.rand(draft.children.shape, device=logits.device, generator=generator)
+    keys = torch.rand(draft.children.shape, dtype=torch.float32, device=logits.device, generator=generator)
     order = keys.masked_fill_(draft.children < 0, torch.inf).argsort(1)
     shuffled = replace(draft, children=draft.children.gather(1, order), q_rows=draft.q_rows.gather(1, order))
     return shuffled.walk(run_trials, logits, sampling, generator)
