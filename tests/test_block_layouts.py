@@ -161,6 +161,9 @@ def test_sglang_gets_the_temperatures(
         readme, file = (out / "README.md").read_text(), out / "confidence.json"
         assert file.is_file() == (to in written_for)
         assert (f"--speculative-dspark-confidence-sts-path {out.name}/{file.name}" in readme) == (to in written_for)
+        draft = 4 if method == "dflash" else 5  # and the anchor
+        assert f"--speculative-num-draft-tokens {draft + 1} " in f"{readme} ".replace("\n", " ")
+        assert f'"num_speculative_tokens": {draft}' in readme
         if file.is_file():
             assert json.loads(file.read_text()) == {"temperatures": temperatures}
         check(out, to, target.name)

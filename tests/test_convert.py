@@ -12,6 +12,7 @@ from published import assert_equal, eagle_features, kangaroo_states
 from safetensors.torch import save_file
 from test_export import EXIT, exported, save_head, save_target, written
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.convert import main
@@ -146,6 +147,10 @@ def test_an_embedding_of_its_own(target: TargetModel, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         source = release(tmp_path / "released", config, eagle_weights(target, None, dtype))
         convert(source, target.name, tmp_path / str(dtype))
+    AutoModelForCausalLM.from_pretrained(target.name, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
+    convert(
+        release(tmp_path / "released", config, eagle_weights(target, None)), str(tmp_path / "rounded"), tmp_path / "r"
+    )
     other = eagle_weights(target, None)
     other["embed_tokens.weight"][20, 3] += 0.25
     with pytest.raises(ValueError, match=r"up to 0\.25 apart.*--target MODEL\. .* delete embed_tokens.weight"):

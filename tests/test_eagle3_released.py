@@ -87,8 +87,9 @@ def test_how_released_heads_are_read(case: str, target: TargetModel, tmp_path: P
     assert before.keys() == kept.keys() and all(torch.equal(value, kept[name]) for name, value in before.items())
 
 
-def test_the_nested_form_fills_in_the_defaults_of_its_family(target: TargetModel, tmp_path: Path) -> None:
-    """Catches a head of speculators read with other heads or another epsilon: it stores only what differs."""
+@pytest.mark.parametrize("null", [False, True])
+def test_the_nested_form_fills_in_the_defaults_of_its_family(null: bool, target: TargetModel, tmp_path: Path) -> None:
+    """Catches a head of speculators read with other heads or another epsilon: it stores only what differs, or null."""
     shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "head_dim": 128}
     shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     head = save_head(tmp_path / "head", target, layer="qwen3", layers=2, shape=shape)
@@ -98,8 +99,10 @@ def test_the_nested_form_fills_in_the_defaults_of_its_family(target: TargetModel
     layer, defaults = config["transformer_layer_config"], Qwen3Config()
     for key in [key for key, value in layer.items() if getattr(defaults, key, None) == value]:
         if key != "model_type":
-            del layer[key]
-    assert "head_dim" not in layer and "rms_norm_eps" not in layer and "rope_parameters" not in layer
+            layer[key] = None
+    assert {key for key, value in layer.items() if value is None} >= {"head_dim", "rms_norm_eps", "rope_parameters"}
+    if not null:
+        config["transformer_layer_config"] = {key: value for key, value in layer.items() if value is not None}
     rewrite(tmp_path / "released", config, weights)
     convert(str(tmp_path / "released"), target.name, tmp_path / "ours")
     folders = (head, tmp_path / "ours")

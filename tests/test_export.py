@@ -25,6 +25,7 @@ from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import check, export
+from drafters.layouts.released import in_one_dtype
 from drafters.methods.eagle import EagleDrafter
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.layers import default_layer
@@ -358,3 +359,16 @@ def test_planted_faults_fail_the_check(
             (out / name).write_bytes(content)
     assert status(drafters.export.main, *line) == 0
     assert capsys.readouterr().out.startswith("OK: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mixture_of_dtypes_becomes_float32(dtype: torch.dtype) -> None:
+    """Catches merged matrices that are rounded to the dtype of the norms, and draft ids that become fractions."""
+    given = {"fc.weight": torch.rand(2, 2), "norm.weight": torch.rand(2).to(dtype), "d2t": torch.arange(3)}
+    for weights in (given, dict(reversed(given.items()))):
+        made = in_one_dtype(weights)
+        assert {name: value.dtype for name, value in made.items()} == {
+            "fc.weight": torch.float32, "norm.weight": torch.float32, "d2t": torch.int64
+        }  # fmt: skip
+        assert torch.equal(made["fc.weight"], given["fc.weight"])
+    assert in_one_dtype({"norm.weight": given["norm.weight"]})["norm.weight"].dtype == dtype

@@ -185,6 +185,11 @@ def test_an_absent_epsilon(given: str | None, released: dict[str, Path], target:
         convert(str(folder), target.name, folder / "ours")
         shape = load_checkpoint(folder / "ours")[0]["drafter"]["shape"]
         assert shape["rms_norm_eps"] == 1e-6
+    config, weights = written(released["eagle"])  # whose layer is the target's
+    del config["rms_norm_eps"]
+    rewrite(tmp_path, config | ({} if given else {"rms_norm_eps": given}), weights)
+    notes = convert(str(tmp_path), target.name, tmp_path / "ours")
+    assert "rms_norm_eps is 1e-06 in its config.json and 1e-05 in the layer that it gets" in notes
 
 
 def test_an_unknown_architecture_is_told(released: dict[str, Path], target: TargetModel, tmp_path: Path) -> None:
