@@ -62,6 +62,21 @@ def test_what_is_skipped_is_counted_by_reason(tmp_path: Path) -> None:
     assert len(prompts.measured) == len(prompts.warmup) == 1
 
 
+def test_lengths_of_prompts_by_hand(tmp_path: Path) -> None:
+    """Catches a mean over the warm-up's prompts too, or over different prompts, and a largest length of a skipped one.
+
+    The measured prompts have 1 to 5 words, whose tokens another call counts.
+    """
+    texts = [" ".join(f"w{i}{j}" for j in range(i)) for i in (1, 2, 3, 5, 9)]
+    file = write(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts])
+    found = load(file, warmup=1, count=3)
+    lengths = [len(prompt.ids) for prompt in found.measured]
+    assert len({*lengths, len(found.warmup[0].ids)}) == 4
+    facts = found.describe()
+    assert facts["prompt_tokens"] == {"mean": sum(lengths) / 3, "max": max(lengths)} and facts["prompts"] == 3
+    assert (facts["requested"], facts["warmup_prompts"], facts["skipped"]) == (3, 1, {"too_long": 1})
+
+
 def test_warmup_prompts_are_never_measured(tmp_path: Path) -> None:
     """Catches a drafter that meets a measured prompt during warm-up, so that its pool holds the answer."""
     file = write(tmp_path / "p.jsonl", [{"turns": [f"w{i}"]} for i in range(20)])

@@ -81,6 +81,27 @@ def test_bandwidths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bandwidth(device, tries=3) == expected
 
 
+def test_verification_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the time of several forwards as that of one, and one number of rows under another.
+
+    The clock runs only in a forward: an eighth of a second for each row.
+    """
+    clock, sizes = [0.0], set()
+
+    def run(ids: torch.Tensor, cache: Any) -> SimpleNamespace:
+        clock[0] += 0.125 * ids.shape[1]
+        sizes.add(ids.shape[1])
+        return SimpleNamespace(features=ids)
+
+    cache = SimpleNamespace(commit_first=lambda counts: None)
+    target: Any = SimpleNamespace(vocab_size=9, device=torch.device("cpu"), new_cache=lambda *shape: cache, run=run)
+    target.lm_head = lambda features: features
+    monkeypatch.setattr(parts, "most_likely", lambda logits: logits)
+    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = parts.verification_seconds(target, 16, [1, 4], 3, 0)
+    assert found == [{"rows": 1, "seconds": 0.125}, {"rows": 4, "seconds": 0.5}] and sizes == {16, 1, 4}
+
+
 def test_figures_of_a_method_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a time of all steps as that of one, parts swapped, and stock generation with its prefill."""
     steps = [Step(0, 4, 2, 2, 3, 1), Step(0, 2, 2, 0, 1, 1)]
