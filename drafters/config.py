@@ -19,7 +19,8 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 # fills the memory or runs for ever. A field adds its own bounds.
 DraftSize = Annotated[int, Field(le=1_024)]  # tokens, nodes, beams or candidates of one draft
 Layers = Annotated[int, Field(le=4_096)]  # layers of a model, or the number of one
-Size = Annotated[int, Field(le=65_536)]  # sequences, requests or threads side by side; repetitions
+Size = Annotated[int, Field(le=65_536)]  # sequences or requests side by side; repetitions
+Threads = Annotated[int, Field(ge=1, le=1_024)]  # of one process; ten thousands end in a crash of OpenMP
 Width = Annotated[int, Field(le=1_048_576)]  # dimensions of a model
 Vocabulary = Annotated[int, Field(le=4_194_304)]  # tokens of a vocabulary
 Length = Annotated[int, Field(le=16_777_216)]  # tokens of one text

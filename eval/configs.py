@@ -26,6 +26,7 @@ from drafters.config import (
     Quantization,
     Seed,
     Size,
+    Threads,
     Vocabulary,
     load_config,
     validate,
@@ -90,7 +91,7 @@ class SpeedConfig(Config):
     batch: BatchSizes = Field([1], description="prompts decoded together: a number, or a list to compare several")
     rounds: Odd = Field(1, description="odd; how often every method decodes every prompt; the median counts")
     warmup: Size = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
+    threads: Threads | None = Field(None, description="CPU threads; None: by the load of other processes")
     seed: Seed = Field(0, ge=0, description="of sampling, the order of methods and the confidence intervals")
 
     @model_validator(mode="after")
@@ -331,7 +332,7 @@ class LosslessConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
     batch: Size = Field(16, ge=1, description="prompts decoded together, if the drafter takes several")
     alpha: float = Field(1e-4, gt=0, lt=1, description="probability that a lossless drafter fails the sampled test")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
+    threads: Threads | None = Field(None, description="CPU threads; None: by the load of other processes")
     seed: Seed = Field(0, ge=0)
     out: Path = Path("runs/lossless")
 
@@ -366,7 +367,7 @@ class ParityConfig(Config):
     patience: float = Field(
         900.0, gt=0, description="seconds after which loading the engine, or one prompt, has failed"
     )
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
+    threads: Threads | None = Field(None, description="CPU threads; None: by the load of other processes")
     seed: Seed = Field(0, ge=0, description="of the beginnings")
     out: Path = Path("runs/parity")
 
@@ -396,6 +397,6 @@ class RooflineConfig(Config):
     exit_layer: Layers = Field(2, ge=1, description="Kangaroo's")
     stock: bool = Field(True, description="also stock generate")
     compiled: bool | None = Field(None, description="stock generate on a compiled static cache; None: on a GPU only")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
+    threads: Threads | None = Field(None, description="CPU threads; None: by the load of other processes")
     seed: Seed = 0
     out: Path | None = Field(None, description="folder; None: docs/results/<machine>")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drafters.common.states import disorder
-from drafters.config import Amount, Config, Dtype, Length, Seed, Size, Vocabulary, Width
+from drafters.config import Amount, Config, Dtype, Length, Seed, Threads, Vocabulary, Width
 from drafters.heads.shape import HeadShape
 
 
@@ -29,7 +29,7 @@ class OnlineData(Config):
 class Lora(Config):
     """``lora:``: train low-rank matrices beside frozen projections, by peft."""
 
-    r: Width = Field(16, ge=1, le=4096, description="rank of the matrices")
+    r: int = Field(16, ge=1, le=4096, description="rank of the matrices")
     alpha: Width = Field(32, ge=1, description="their product is scaled by alpha / r")
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: str | list[str] = Field("all-linear", description="names of modules, in peft's format")
@@ -82,7 +82,7 @@ class TrainConfig(Config):
     minutes: float | None = Field(None, gt=0, le=10_000_000, description="wall-clock limit, also of the schedule")
 
     batch_tokens: Amount = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
-    gradient_accumulation: Size = Field(1, ge=1, description="micro-batches of a rank in one step")
+    gradient_accumulation: int = Field(1, ge=1, le=1024, description="micro-batches of a rank in one step")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training-options.md")
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -101,7 +101,7 @@ class TrainConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
     activation_checkpointing: bool = Field(False, description="compute activations again in the backward pass")
-    threads: Size | None = Field(None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, or by load")
+    threads: Threads | None = Field(None, description="CPU threads of a rank; default: OMP_NUM_THREADS, or by load")
     loss_chunk_rows: Amount | None = Field(None, ge=1, description="rows of logits in memory; default: by the device")
     seed: Seed = 0
     verify: bool = Field(True, description="check each shard's SHA-256 once, during training")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from drafters.common.states import dflash_taps
-from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Vocabulary, Width
+from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Vocabulary
 from drafters.heads.shape import HeadShape, TargetSizes
 
 FILL_IN, ANCHOR_FIRST = "fill-in", "anchor-first"
@@ -90,5 +90,5 @@ class DSparkShape(BlockShape):
     usual: ClassVar[dict[str, Any]] = {"layout": ANCHOR_FIRST, "block_size": 7}
 
     markov_head: MarkovKind = Field(default="vanilla", description="the kind of its Markov head")
-    markov_rank: Width = Field(default=256, ge=1, description="the rank of the Markov head")
+    markov_rank: int = Field(default=256, ge=1, le=16_384, description="the rank of the Markov head")
     confidence_head: bool = Field(default=True, description="it also estimates the acceptance of each token")
