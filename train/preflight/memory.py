@@ -20,7 +20,7 @@ from train.core.runtime import dtype_of, local_ranks, rank_device
 from train.core.task import Task
 from train.preflight.estimate import meta_task, parameters, random_task, target_parameters
 
-SIZES = ("layers", "heads", "markov_rank", "draft_vocab")  # keys of training configs that a head's size depends on
+SIZES = ("layers", "heads", "markov_rank", "draft_vocab")  # keys of a training that the size of its head depends on
 # Float32 matrices [chunk, vocabulary] at the peak of the loss: p, log q, their gradients, and what a divergence needs.
 CROSS_ENTROPY, OTHER_LOSSES = 4.4, 5.4
 SURELY = 0.75  # of the estimate of a pass, which may be 25% above what is measured
@@ -209,7 +209,8 @@ def check_weights(config: TrainConfig, task: Task, ranks: int, here: int = 1) ->
 
     ``task``: with a module without contents.
     """
-    keys = [f"{key}={value}" for key in SIZES if (value := getattr(config, key, None)) is not None]
+    sizes = config.model_dump() | config.head.model_dump()
+    keys = [f"{key}={sizes[key]}" for key in SIZES if sizes.get(key) is not None]
     fix = f"lower {' or '.join(keys)}" if keys else "set zero_stage or offload, or use a machine with more memory"
     what = f"a drafter of {parameters(task.module):,} parameters"
     whole = sum(memory_parts(config, task, ranks).values())
