@@ -18,6 +18,7 @@ from families import DECODED, PAGE, REFUSED, WIDE, WINDOW, build, decode, trial
 from published import assert_equal, served_features
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
     Kosmos2Config,
@@ -41,6 +42,7 @@ from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.check import ROWS
 from drafters.model.ends import load_frozen_ends
+from drafters.model.text_lm import with_causal_lm
 from train.configs import EagleConfig
 from train.core.attention import use_dialogue_attention
 from train.preflight.estimate import meta_task
@@ -233,6 +235,24 @@ def test_the_text_model_of_a_multimodal_folder(kind: Any, text: str, changes: di
     torch.testing.assert_close(target.lm_head(target.features(ids).features), whole(ids).logits, atol=1e-4, rtol=1e-4)
     ends = load_frozen_ends(str(tmp_path), "float32")
     assert ends.fingerprint == target.fingerprint() and torch.equal(ends.embed(ids), target.embed(ids))
+
+
+def test_the_last_logits_of_a_text_model() -> None:
+    """Catches logits of the first tokens, where stock decoding and capture ask for those of the last."""
+    config = Qwen3VLConfig(
+        text_config={**tiny._COMMON, **ROPE, "num_hidden_layers": 2}, vision_config=VISION
+    ).text_config
+    assert with_causal_lm(config)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.tensor([prompt(9)])
+    whole = model(ids).logits
+    assert whole.shape[1] == 9 and not torch.equal(whole[:, 0], whole[:, -1])
+    for last in (1, 3):
+        torch.testing.assert_close(model(ids, logits_to_keep=last).logits, whole[:, -last:], atol=1e-5, rtol=1e-5)
+    first = model(ids[:, :5], use_cache=True)
+    rest = model(ids[:, 5:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(rest.logits, whole[:, 5:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole)
+    assert not with_causal_lm(Kosmos2Config().text_config) and not with_causal_lm(Qwen3VLConfig().vision_config)
 
 
 def test_a_multimodal_model_without_a_causal_lm(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from huggingface_hub import constants
 from torch import nn
 
 import drafters.hub.__main__
-from drafters import TargetModel, generate, load_drafter, load_frozen_ends
-from drafters.common.fingerprints import FORMER, same_weights
+from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
@@ -374,32 +373,6 @@ def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> N
     assert "holds pytorch_model.bin but no model.safetensors" in message
     assert "weights_only=True" in message
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
-
-
-def test_a_target_that_is_not_downloaded(
-    hub: HubServer, login: Login, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Catches a dry run that downloads a whole target, a store whose fingerprint covers a part of it, and a request to
-    the Hub for each file that is there."""
-    tiny.build("llama").save_pretrained(tmp_path / "target", max_shard_size="20KB")
-    found = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
-    hub.repositories["user/target"] = repository = Repository(private=False)
-    repository.commit(found, "a target")
-    shards = [name for name in found if name.endswith(".safetensors")]
-    known = load_frozen_ends(str(tmp_path / "target")).fingerprint
-
-    def here() -> int:
-        return len(list((tmp_path / "home").rglob("snapshots/*/*.safetensors")))
-
-    former = load_frozen_ends("user/target", device="meta").fingerprint
-    assert former == known[:FORMER] and same_weights(known, former, "a store")
-    assert "not downloaded" in caplog.messages[-1] and here() < len(shards)
-    assert load_frozen_ends("user/target", device="meta", download=True).fingerprint == known
-    assert here() == len(shards)
-    hub.requests.clear()
-    assert load_frozen_ends("user/target", device="meta").fingerprint == known
-    assert not [line for line in hub.requests if line.startswith("GET") and line.endswith(".safetensors")]
-    assert len(hub.requests) < len(shards)
 
 
 def test_a_card_says_how_engines_serve_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rigged import eagle
 from safetensors.torch import load_file, save_file
 
 from drafters import TargetModel, generate, load_frozen_ends, make_drafter
-from drafters.model import loading
+from drafters.model import loading, weights
 from drafters.model.cache import KVCache, cache_bytes, config_shapes
 from drafters.model.graphs import GraphRunner, differs_from_layers
 
@@ -186,6 +186,39 @@ def test_tied_ends_are_one_tensor(read: Callable[[str], object], tmp_path: Path)
         read(str(tmp_path))
     change(str(tmp_path), tie_word_embeddings=False)
     read(str(tmp_path))
+
+
+@reader
+def test_a_folder_that_is_rewritten(read: Callable[[str], object], saved: str) -> None:
+    """Catches the answer about a folder's former files or configuration, in a process that opens it again."""
+    config = (Path(saved) / "config.json").read_text()
+    tensors = load_file(Path(saved) / "model.safetensors")
+    for _ in range(2):
+        read(saved)
+        change(saved, num_hidden_layers=3)  # the same tensors
+        with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\."):
+            read(saved)
+        (Path(saved) / "config.json").write_text(config)
+        change(saved, lambda found: found.pop(OF_A_LAYER))  # the same configuration
+        with pytest.raises(ValueError, match=f"missing: {OF_A_LAYER}"):
+            read(saved)
+        save_file(tensors | {OF_A_LAYER: tensors[OF_A_LAYER][:-1]}, Path(saved) / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=f"of another shape: {OF_A_LAYER}"):
+            read(saved)
+        save_file(tensors, Path(saved) / "model.safetensors", {"format": "pt"})
+
+
+def test_answers_about_many_models_do_not_pile_up(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search over hundreds of targets that keeps a copy of every one's tensor names."""
+    monkeypatch.setattr(weights, "MOST_ANSWERS", 2)
+    monkeypatch.setattr(weights, "_answers", {})
+    asked = []
+    monkeypatch.setattr(weights, "_loading_info", lambda name, found: asked.append(name) or {})
+    for name in ("a", "a", "b", "c", "c", "a"):
+        config = tiny.tiny_config("llama", vocab_size=300 + ord(name))
+        weights._differences(name, weights.Weights(name, None, config, {}))
+        assert len(weights._answers) <= 2
+    assert asked == ["a", "b", "c", "a"]
 
 
 def test_tied_ends_under_the_other_name(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import quantised_folders as published
+import tiny
 import tiny_run
 import torch
 from conformance import prompt
@@ -111,6 +112,55 @@ def test_fp8_on_a_gpu_without_its_kernels(tmp_path: Path, monkeypatch: pytest.Mo
         sizes += [quantised_bytes(str(tmp_path), None, one) for one in given]
     stored = sum(part.nbytes for part in published.load_file(tmp_path / "model.safetensors").values())
     assert sizes == [None, None, None, stored] and "dequantize" not in config.quantization_config
+
+
+def test_float32_weights_of_a_dequantised_checkpoint_stay() -> None:
+    """Catches a router's float32 bias rounded to the model's dtype, and weights of other checkpoints that are cast."""
+    config = tiny.tiny_config("llama")
+    given = {"router": torch.tensor([1.0001, 3.0]), "projection": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}
+    asked: dict[str, Any] = {"quant_method": "fp8", "dequantize": True}
+    for options, dtype in (
+        (asked, torch.float16),
+        (asked | {"dequantize": False}, torch.bfloat16),
+        (None, torch.bfloat16),
+    ):
+        config.quantization_config = options
+        module = torch.nn.ParameterDict(given)
+        quantised.as_asked(module, config, torch.float16)
+        assert module["projection"].dtype == dtype and module["projection"].tolist() == [1.0, 2.0]
+        assert module["router"].dtype == torch.float32 and torch.equal(module["router"].data, given["router"])
+
+
+PACKED, ROUNDED = {"weights": {"num_bits": 4}}, {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "plain"),
+    [([PACKED], True), ([PACKED, PACKED], True), ([ROUNDED], False), ([PACKED, ROUNDED], False), ([], True)],
+)
+def test_rounded_activations_are_kept(
+    groups: list[dict[str, Any]], plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a checkpoint some of whose layers round their activations, run as plain weights: other outputs."""
+    monkeypatch.setattr(quantised, "_check", lambda *_: None)
+    config = tiny.tiny_config("llama")
+    named = {f"group_{index}": group for index, group in enumerate(groups)}
+    config.quantization_config = {"quant_method": "compressed-tensors", "config_groups": named}
+    found = quantised.to_load("x", config, torch.device("cpu"))
+    assert found.quantization_config.get("dequantize", False) == plain
+    assert "dequantize" not in config.quantization_config
+
+
+def test_bytes_of_packed_weights(tmp_path: Path) -> None:
+    """Catches bits counted as bytes, and a tensor's dtype counted for another's: the memory check reads this number."""
+    config = tiny.tiny_config("llama", quantization_config={"quant_method": "awq"})
+    values = {"a": torch.zeros(3, 5, dtype=torch.int32), "b": torch.zeros(7, dtype=torch.float16)}
+    values |= {"c": torch.zeros(9, dtype=torch.float8_e4m3fn), "d": torch.zeros(11, dtype=torch.bool)}
+    published.save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
+    assert quantised_bytes(str(tmp_path), None, config) == 15 * 4 + 7 * 2 + 9 + 11
+    for other in ({"quant_method": "compressed-tensors"}, {"quant_method": "fp8", "dequantize": True}, None):
+        config.quantization_config = other
+        assert quantised_bytes(str(tmp_path), None, config) is None
 
 
 def test_a_quantised_lm_head(tmp_path: Path) -> None:
