@@ -276,6 +276,10 @@ def test_a_push_that_was_broken_off_goes_on(hub: HubServer, login: Login, saved:
     push_to_hub(saved, "user/d")
     assert not [line for line in hub.requests if line.startswith("PUT")]
     assert files(hub, "user/d")["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+    for status in (409, 412, 429):
+        hub.faults = [("commit/main", status)]
+        push_to_hub(saved, f"user/after-{status}")
+        assert not hub.faults and "model.safetensors" in files(hub, f"user/after-{status}")
     for status in (401, 403):
         hub.faults, hub.requests = [("repos/create", status)] * 2, []
         assert "hf auth login" in refusal(push_to_hub, saved, "user/new")

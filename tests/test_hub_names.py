@@ -14,6 +14,7 @@ from hub_server import HubServer, Repository
 from test_export import save_head
 from test_export import save_target as save_llama
 from test_hub import Login, evidence, hub, login  # noqa: F401
+from torch import nn
 
 import drafters.hub.__main__
 from data_prep.configs import FeaturesConfig
@@ -26,6 +27,8 @@ from drafters.hub.model_card import Card
 from drafters.hub.publishing import files_of
 from drafters.layouts.convert import convert
 from drafters.layouts.export import export
+from train.core.config import Lora
+from train.core.lora import save_adapter, with_lora
 
 TARGET, DATA = "models/my-llama", "data/sharegpt.jsonl"
 
@@ -113,6 +116,20 @@ def test_evidence_with_relative_names(elsewhere: Path) -> None:
     assert "python -m x target=my-llama out=x --config configs/speed/y.yaml" in text
     assert "models/" not in text and "pools/" not in text and "data/" not in text and "mt/" not in text
     assert {one["dataset"]["type"] for one in header["model-index"][0]["results"]} == {"q"}
+
+
+def test_an_adapter_of_a_local_drafter(elsewhere: Path) -> None:
+    """Catches the base's folder in peft's file, and a base on the Hub that loses its owner."""
+    named = {"name": "runs/base", "fingerprint": "f00d"}
+    for name, known, shown in (("runs/base", [], "base"), ("someone/base", ["someone/base"], "someone/base")):
+        adapter = with_lora(nn.Sequential(nn.Linear(16, 8)), Lora(r=2), name)
+        config = load_checkpoint(elsewhere)[0] | {"base": named | {"name": name}}
+        save_adapter(adapter, config | {"training": {"hub_names": known}}, Path("adapter"))
+        files = files_of(Path("adapter"), "user/d")
+        peft, ours = (files[file] for file in ("adapter_config.json", "config.json"))
+        read = [json.loads(one if isinstance(one, bytes) else one.read_bytes()) for one in (peft, ours)]
+        assert read[0]["base_model_name_or_path"] == read[1]["base"]["name"] == shown
+        assert f"load_drafter('{shown}', target, adapter='user/d')" in str(files["README.md"], "utf-8")
 
 
 def test_what_is_loaded_is_recorded(
