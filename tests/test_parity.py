@@ -142,6 +142,12 @@ def test_what_is_served_right_passes() -> None:
     assert max(map(abs, other.apart)) < 4.0
 
 
+def tau_of(name: str) -> float:
+    """tau of a reading on the first half, from its steps."""
+    steps = [step for one in ours(name) if one.trace is not None for step in one.trace.steps]
+    return sum(step.committed for step in steps) / sum(step.forwards for step in steps)
+
+
 @pytest.mark.slow
 def test_without_an_engine_the_right_reading_is_found() -> None:
     """Catches a checkpoint whose norm_output was misread, and that the ranking does not correct."""
@@ -151,6 +157,9 @@ def test_without_an_engine_the_right_reading_is_found() -> None:
     with mock.patch("eval.figures.parity.decoded", lambda drafter, prompts, config, name: ours(name)):
         right = ranked(overfitted.eagle3(), ours(AS_LOADED), half(0), CONFIG)
     assert right["verdict"] == PASS and right["named"][0] == AS_LOADED
+    lost = right["gains"]["fc_norm left out"]
+    assert lost["value"] == pytest.approx(tau_of("fc_norm left out") - tau_of(AS_LOADED))
+    assert lost["prompts_needed"] == prompts_needed(Rate(lost["value"], lost["error"]), len(half(0)))
 
 
 def stopping(drafter: Any) -> Any:
@@ -350,6 +359,8 @@ def test_equal_steps_follow_equal_texts() -> None:
     assert found is not None and found.value == pytest.approx(1 / 3)  # of 1, 3 and 4, only 3 is equal
     apart_at_once = outcome([4, 6, 7, 8, 9, 4], (2, 1, 2), (2, 0, 1), (2, 0, 1), (2, 0, 1))
     assert agreement([one], [apart_at_once]) is None
+    cut, whole = outcome([5, 6, 7], (2, 2, 2)), outcome([5, 6, 7], (2, 1, 2))  # by the limit, and by a rejection
+    assert agreement([cut], [whole]) == Rate(0.0, 1.0)
 
 
 @pytest.mark.slow
