@@ -66,7 +66,8 @@ def keys(schema: dict[str, Any], whole: dict[str, Any], path: str = "") -> Itera
     if "$ref" in schema:
         schema = reduce(lambda part, name: part[name], schema["$ref"].split("/")[1:], whole)
     for name, part in schema.get("properties", {}).items():
-        required = name in schema.get("required", []) and name != "head"  # whose keys may stand beside it
+        apart = name == "head" and "batch_tokens" in schema["properties"]  # keys of a head may stand beside it
+        required = name in schema.get("required", []) and not apart
         default = REQUIRED if required else part.get("default")
         yield path + name, default if not isinstance(default, dict) else {}  # its own keys follow
         yield from keys(part, whole, f"{path}{name}.")
@@ -93,7 +94,8 @@ def described(name: str) -> dict[str, Any]:
     whole = schema.model_json_schema() if schema else {}
     taken = [] if schema is None else [file for file, content in shipped().items() if takes(schema, content)]
     options = sorted({*re.findall(r"--[a-z][\w-]*", usage)})
-    return {"options": options, "keys": dict(keys(whole, whole)) | keys_of_head(schema, method), "configs": taken}
+    more = keys_of_head(schema, method if program == "drafter:" else "")
+    return {"options": options, "keys": dict(keys(whole, whole)) | more, "configs": taken}
 
 
 def keys_of_head(schema: Any, method: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_a_checkpoint(
     run(tmp_path, features, *MANY)
     drafter: Any = load_drafter(str(tmp_path), target, tree="chain", truncate=True)
     found = json.loads((tmp_path / "confidence.json").read_text())
-    assert drafter.policy.temperatures == found["temperatures"] and len(found["temperatures"]) == drafter.depth
+    assert drafter.policy.temperatures == found["temperatures"] and len(found["temperatures"]) == drafter.shaper.depth
     assert found["pooled"]["ece_after"] < 0.7 * found["pooled"]["ece_before"] and found["num_samples"] > 100
     assert "pooled" in (shown := capsys.readouterr().out) and f"{found['pooled']['ece_after']:.4f}" in shown
     after = generate(target, load_drafter(str(tmp_path), target, tree="chain"), prompts, **way)

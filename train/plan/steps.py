@@ -102,9 +102,10 @@ class Planner:
         schema, recipe, model = schema_of(self.start.method), self.recipe, self.model
         small, short = model.config.hidden_size <= SMALL, self.cpu and minutes < SHORT
         keys = {**recipe.keys, **(recipe.small if small else {})}
-        if "mask_token_id" in schema.model_fields:
+        head: Any = schema.model_fields["head"].annotation
+        if "mask_token_id" in head.model_fields:
             keys["mask_token_id"] = mask_token(model, self.data)
-        if "exit_layer" in schema.model_fields:  # a tenth of the layers, at most three: docs/smollm2-training.md
+        if "exit_layer" in head.model_fields:  # a tenth of the layers, at most three: docs/smollm2-training.md
             keys["exit_layer"] = max(1, min(3, int(model.config.num_hidden_layers) // 10))
         if self.large:
             own = {"draft_vocab": DRAFT_VOCAB if self.cpu else OWN_VOCAB}
