@@ -25,19 +25,16 @@ from drafters.policy.shape import Costs
 from eval.prompts.files import detect_format, read_prompts
 from eval.prompts.prompts import render
 
-TARGET, TEXTS, NEW, SEEDS = Path("checkpoints/stdlib-target"), Path("runs/stdlib"), 128, 4
+TARGET, TEXTS, NEW, SEEDS = Path("checkpoints/stdlib-target"), Path("runs/stdlib"), 128, 3
 REST = Curve((1, 2), (1.0, 1.01))  # a row costs a hundredth of a plain step
-HEAD, BLOCK, MODEL = Costs(REST, 0.1, 0.07, 0.002), Costs(REST, 0.12, 0.005, 0.01), Costs(REST, 0.15, 0.15, 0.0)
+HEAD, BLOCK = Costs(REST, 0.1, 0.07, 0.002), Costs(REST, 0.12, 0.005, 0.01)
 
 
 def made(name: str, target: TargetModel, keeps: bool) -> tuple[Drafter, Any]:
     """A drafter and the policy that counts its steps; ``keeps``: its policies go on from call to call."""
     checkpoints = {"eagle": "stdlib-eagle", "dspark": "stdlib-dspark", "hybrid": "stdlib-eagle"}
     head = load_drafter(str(TARGET.with_name(checkpoints[name])), target) if name in checkpoints else None
-    if name == "speculative":
-        model = str(TARGET.with_name("stdlib-draft"))
-        drafter = goes_by(make_drafter(name, target, draft_model=model, gamma="auto"), MODEL)
-    elif name == "prompt_lookup":
+    if name == "prompt_lookup":
         drafter = goes_by(make_drafter(name, target, gamma="auto"), HEAD)
     else:
         drafter = goes_by(head, BLOCK if name == "dspark" else HEAD)
@@ -74,7 +71,7 @@ def main() -> None:
     out = parser.parse_args().out
     found: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
     target = TargetModel.from_pretrained(str(TARGET), dtype="float32", device="cpu")
-    for name in ("eagle", "dspark", "speculative", "prompt_lookup", "hybrid"):
+    for name in ("eagle", "dspark", "prompt_lookup", "hybrid"):
         for temperature in (0.0, 0.8):
             if (key := f"{name}, temperature {temperature:g}") in found:
                 continue

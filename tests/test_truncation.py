@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from by_keys import new_drafter, new_head
+from conformance import prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from enumeration import VOCAB, Q, after, bias
 from enumeration import P as P_TABLE
@@ -211,6 +212,43 @@ def test_lengths_by_hand() -> None:
         online = Truncation(4, trained)
         online._costs = policy._costs
         assert [online.length(low, state) for _ in range(EXPLORE)].count(4) == (not trained)
+
+
+def test_lengths_on_a_bent_curve() -> None:
+    """Catches the cost of the row before or after, costs that are not in plain steps, and a pace that stays at 1."""
+    policy = Truncation(4, trained=True)
+    policy._costs[1, HOT, 64] = Costs(0.2, Curve((1, 2, 4, 5), (2.0, 2.6, 2.6, 4.0)))  # in plain steps: 0.3, 0, 0, 0.7
+    state = state_of(1, [False])
+    assert policy.length(torch.tensor([[0.5, 0.5, 0.5, 0.9]]).logit(), state) == 3  # 0.5, 0.25 and 0.125; then 0.1125
+    found = policy.expected()
+    assert found is not None and found[:3] == pytest.approx((1, 1.875, 0.1 + 1.3))
+    assert found.choice == "3.0 tokens a draft"
+    fast = torch.tensor([[1.0, 1.0, 1.0, 0.9]]).logit().clamp(-50, 50)
+    for steps, length in ((1, 4), (300, 3)):  # 0.9 tokens for 0.7 steps, until the average step has 4 tokens in 1.4
+        for _ in range(steps):
+            last = policy.length(fast, state)
+        assert last == length
+
+
+def test_only_verified_positions_are_learned() -> None:
+    """Catches a position behind the last verified one that counts as rejected, or as accepted; and a draft that counts
+    though none of it was verified."""
+    target = target_of("llama")
+    drafter = block_costs(dflash(target, 0.0, "chain", truncate=True))  # all of whose tokens are right
+    policy, length, learned = drafter.policy, drafter.policy.length, []
+    lengths = itertools.cycle([1, 0, 2])
+
+    def cut(certainty: Tensor, state: Any) -> int:
+        length(certainty, state)
+        return next(lengths)
+
+    with (
+        mock.patch.object(policy, "length", cut),
+        mock.patch.object(OnlineAcceptance, "learn", lambda self, *given: learned.append(given)),
+    ):
+        steps = generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=[]).trace.steps
+    assert [step.accepted for step in steps[:6]] == [step.drafted for step in steps[:6]] == [1, 0, 2, 1, 0, 2]
+    assert [(place, right) for place, _, right in learned[:6]] == [(0, True), (0, True), (1, True)] * 2
 
 
 def test_the_online_estimate() -> None:
