@@ -238,11 +238,16 @@ def test_the_text_model_of_a_multimodal_folder(kind: Any, text: str, changes: di
 
 
 def test_the_last_logits_of_a_text_model() -> None:
-    """Catches logits of the first tokens, where stock decoding and capture ask for those of the last."""
+    """Catches logits of the first tokens, where stock decoding and capture ask for those of the last, and tied
+    ends that are drawn apart."""
     config = Qwen3VLConfig(
         text_config={**tiny._COMMON, **ROPE, "num_hidden_layers": 2}, vision_config=VISION
     ).text_config
     assert with_causal_lm(config)
+    config.tie_word_embeddings = True
+    tied = AutoModelForCausalLM.from_config(config)
+    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+    config.tie_word_embeddings = False
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.tensor([prompt(9)])
     whole = model(ids).logits
     assert whole.shape[1] == 9 and not torch.equal(whole[:, 0], whole[:, -1])

@@ -114,6 +114,15 @@ def test_every_tensor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert of_model(model) in known
 
 
+def test_stored_buffers_count() -> None:
+    """Catches the bias of DeepSeek's router left out: it chooses the experts, and is no parameter."""
+    model = build("deepseek_v3", DECODED["deepseek_v3"])
+    known, buffers = of_model(model), dict(model.named_buffers())
+    (bias,) = (buffers[name] for name in model.state_dict() if "e_score_correction_bias" in name and ".1." in name)
+    bias += 0.5
+    assert of_model(model) != known
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt2", "deepseek_v3", "gemma3_text", "phi3"])
 def test_a_model_has_the_fingerprint_of_its_files(family: str, tmp_path: Path) -> None:
     """Catches a drafter refused beside the model in memory: joined experts, tied ends, buffers, other dtypes."""

@@ -14,9 +14,11 @@ from rigged import Cycling, auto_eagle, dflash, dspark, eagle, eagle3, medusa
 from test_hybrid import by_match
 
 from drafters import Drafter, TargetModel
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.methods.prompt_lookup import PromptLookupDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.draft_head import DraftHead
@@ -28,7 +30,8 @@ CUT: list[dict[str, Any]] = [{"temperature": 1.0, "top_p": 0.9}, {"temperature":
 
 def kangaroo_tree(target: TargetModel) -> Drafter:
     torch.manual_seed(4)
-    return KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0, paths=PATHS))
+    adapter = KangarooAdapter(target.config, KangarooShape(exit_layer=1))
+    return KangarooDrafter(target, adapter, KangarooOptions(eta=0.0, paths=PATHS))
 
 
 def cycling(drafter: Any) -> Drafter:

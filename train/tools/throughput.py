@@ -71,7 +71,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
     schema = schema_of(arguments.method or METHOD)
     values: dict[str, Any] = dict.fromkeys(("target", "features", "out"), "none")  # it uses no files
     values |= {"steps": 1, "batch_tokens": arguments.tokens, "learning_rate": 3e-5}
-    needed = {name for name, field in schema.model_fields.items() if field.is_required()}
+    needed = {name for name, field in _fields(schema).items() if field.is_required()}
     values |= dict.fromkeys(needed - values.keys(), TAP)
     overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
     return from_overrides(schema, overrides)
@@ -86,11 +86,17 @@ def _check_comparable(config: TrainConfig) -> None:
         raise ValueError(f"the plain formulation has a loss without {', '.join(others)}; set {fixed}")
 
 
+def _fields(schema: type[TrainConfig]) -> dict[str, Any]:
+    """The fields of a run's config and those of its head, whose keys may stand beside the others."""
+    head: Any = schema.model_fields["head"].annotation
+    return schema.model_fields | head.model_fields
+
+
 def _method_of(config: Path) -> str:
     """The method of a run's config: the one that shares most of its own keys with it."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
     found = set(keys) if isinstance(keys, dict) else set()
-    own = {name: schema_of(name).model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}
+    own = {name: _fields(schema_of(name)).keys() - TrainConfig.model_fields for name in trained_methods()}
     return max(own, key=lambda name: (len(own[name] & found), name == METHOD))
 
 
