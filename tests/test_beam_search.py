@@ -48,7 +48,7 @@ def test_beams_equal_a_search_by_whole_texts() -> None:
         drafter, state = MJSDDrafter.from_options(model, draft_model=model, gamma=4, beams=width), state_of(model, ids)
         with torch.inference_mode():
             drafter.begin(state, None)  # type: ignore[arg-type]
-            models, features = (model, drafter.lm_head, drafter.head.cache), drafter._catch_up(state)
+            models, features = (model, drafter.lm_head, drafter._cache), drafter._catch_up(state)
             levels = beam_search(*models, features, length, width, Sampling(), eos)
         found = trace_back(levels, torch.arange(len(levels[-1].tokens)))
         assert found.tokens.tolist() == [tail for _, tail in beams]
