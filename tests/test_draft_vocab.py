@@ -114,7 +114,7 @@ def test_ids_are_added_to_a_drafter(
     assert after.pop(DRAFT_IDS).tolist() == kept
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     drafter: Any = load_drafter(str(tmp_path / "eagle"), target, draft_text=0)
-    assert drafter.lm_head.ids.tolist() == kept and drafter.top_k == 3
+    assert drafter.lm_head.ids.tolist() == kept and drafter.settings.top_k == 3
     share = sum(counts[token] for token in kept) / counts.total()
     assert f"draft_vocab=12      covers {share:.2%} of the {counts.total()} tokens" in capsys.readouterr().out
 
