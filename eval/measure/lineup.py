@@ -114,7 +114,8 @@ def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
 def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
     """Return the tokens of its pruned vocabulary before any text; None: all tokens."""
     for one in _within(drafter):
-        for value in vars(one).values():
+        holder = one.head if isinstance(one, LearnedDrafter) else one
+        for value in vars(holder).values():
             for head in value if isinstance(value, list) else [value]:
                 if isinstance(head, DraftHead) and (found := head.vocabulary()) is not None:
                     return found

@@ -87,9 +87,9 @@ def _check_comparable(config: TrainConfig) -> None:
 
 
 def _fields(schema: type[TrainConfig]) -> dict[str, Any]:
-    """The fields of a run's config and those of its head, whose keys may stand beside the others."""
-    head: Any = schema.model_fields["head"].annotation
-    return schema.model_fields | head.model_fields
+    """The fields of a run's config and, in place of ``head``, those of its shape."""
+    shape: Any = schema.model_fields["head"].annotation
+    return {name: field for name, field in schema.model_fields.items() if name != "head"} | shape.model_fields
 
 
 def _method_of(config: Path) -> str:
