@@ -180,4 +180,5 @@ def _fields_at(schema: Any, location: list[str]) -> list[str]:
         schema = next((a for a in nested if hasattr(a, "model_fields")), schema)
     fields = getattr(schema, "model_fields", {})
     head = getattr(fields.get("head"), "annotation", None)  # its keys may stand beside it
-    return [*fields, *getattr(head, "model_fields", ())]
+    names = [field.alias or name for name, field in fields.items()]
+    return [*names, *getattr(head, "model_fields", ())]

@@ -128,8 +128,8 @@ def test_a_head_drafts_as_it_trains(family: str) -> None:
     cache = target.new_cache(1, 2 * ROWS, layers=1)
     found = target.runner.run(kangaroo.head.part, [states], cache)[0]
     torch.testing.assert_close(found, kangaroo.module(states, positions), atol=1e-3, rtol=1e-3)
-    for kind in (EagleHead, KangarooAdapter):
-        use_dialogue_attention(kind(target.config), target.config)  # as at the start of a training
+    for head in (EagleHead(target.config), KangarooAdapter(target.config, KangarooShape(exit_layer=1))):
+        use_dialogue_attention(head, target.config)  # as at the start of a training
 
 
 SGLANG = {"glm4", "gpt_oss", "llama", "mistral", "qwen2", "qwen3"}
