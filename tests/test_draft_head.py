@@ -317,7 +317,8 @@ def test_ids_have_to_be_there() -> None:
     target = target_of("llama")
     drafter = EagleDrafter(target, EagleHead(target.config), EagleOptions())
     with pytest.raises(
-        ValueError, match=r"draft_vocab is 8, .*no draft_ids.*leave draft_vocab out.*python -m train\.tools\.draft_vocab"
+        ValueError,
+        match=r"draft_vocab is 8, .*no draft_ids.*leave draft_vocab out.*python -m train\.tools\.draft_vocab",
     ):
         listed_head(target, drafter.module, EagleOptions(draft_vocab=8))
     with pytest.raises(ValueError, match=r"draft_vocab is 8, but tiny-llama does not say"):

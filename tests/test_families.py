@@ -205,7 +205,7 @@ def test_a_head_that_drafts_otherwise_than_it_trains_is_refused() -> None:
     """Catches a layer that takes packed dialogues for one, or one row for a text: no shape or argument shows it."""
     config = tiny.tiny_config("llama")
     with pytest.raises(ValueError, match="run on packed dialogues it gives something else"):
-        use_dialogue_attention(Deaf(config), config)
+        use_dialogue_attention(Deaf(config, KangarooShape(exit_layer=1)), config)
     with pytest.raises(ValueError, match="run one row at a time it gives something else"):
         Forgetful(config)
 

@@ -11,7 +11,9 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 from drafters import TargetModel
-from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
+from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.fused import FusedLayer
 from drafters.model.variants import StandIn, variant
 
@@ -25,7 +27,7 @@ def test_others_generate_while_a_model_is_checked(family: str, engine: Any, monk
     generates: when a model is loaded, and when a Kangaroo drafter is made."""
     model: Any = tiny.build(family)
     live, checking = TargetModel(model, engine=engine), threading.get_ident()
-    adapter, during = KangarooAdapter(model.config), list[list[torch.Tensor]]()
+    adapter, during = KangarooAdapter(model.config, KangarooShape(exit_layer=2)), list[list[torch.Tensor]]()
 
     @torch.no_grad()
     def results() -> list[torch.Tensor]:
@@ -51,7 +53,7 @@ def test_others_generate_while_a_model_is_checked(family: str, engine: Any, monk
     try:
         TargetModel(model, engine=engine)
         loaded = len(during)
-        KangarooDrafter(live, adapter, KangarooOptions(exit_layer=2))
+        KangarooDrafter(live, adapter, KangarooOptions())
     finally:
         torch.set_float32_matmul_precision("highest")
     assert 0 < loaded < len(during)
