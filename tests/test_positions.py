@@ -13,6 +13,7 @@ from cuda_runs import METHODS, Models
 from rigged import dflash, dspark, eagle3, medusa, quiet_depths
 
 from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.heads.eagle.shape import EagleShape
 from drafters.loop.generate import Step
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.rows import Rope
@@ -22,7 +23,9 @@ LOSSY = {"mjsd", "mjgd", "bild"}  # decoded, not compared
 
 
 def llama_head(tree: Any) -> Any:
-    return lambda target, _: EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree=tree))
+    return lambda target, _: EagleDrafter(
+        target, EagleHead(target.config, EagleShape(layer="llama")), EagleOptions(tree=tree)
+    )
 
 
 # Without a head of the target's layers, or one that asks the target for its next features.

@@ -141,7 +141,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
     "train/medusa.py": [
-        (["head=2"], "did you mean 'heads'"),
+        (["haeds=2"], "did you mean 'heads'"),
         (["own_lm_heads=true", "precision=bf16"], "set precision=float32 zero_stage=0 or own_lm_heads=false"),
     ],
     "train/draft_model.py": [
@@ -211,7 +211,9 @@ FOLDERS_WRITTEN = {
     **{f"train/{method}.py": ["out={}"] for method in trained_methods()},
 }
 for method in trained_methods():
-    needed = {key for key, field in schema_of(method).model_fields.items() if field.is_required()}
+    fields: dict[str, Any] = dict(schema_of(method).model_fields)
+    fields |= fields.pop("head").annotation.model_fields if "head" in fields else {}
+    needed = {key for key, field in fields.items() if field.is_required()}
     CONFIGS[f"train/{method}.py"] = TRAIN | dict.fromkeys(needed - TRAIN.keys(), 2)
     MISTAKES.setdefault(f"train/{method}.py", [(["steps=0"], "steps: ")])
 for kind, written in (("file", FILES_WRITTEN), ("folder", FOLDERS_WRITTEN)):
@@ -270,11 +272,12 @@ def test_names_of_methods_are_those_of_the_classes() -> None:
     import drafters
     import drafters.methods
 
-    classes = []
-    for module in pkgutil.iter_modules(drafters.methods.__path__):
-        members = vars(importlib.import_module(f"drafters.methods.{module.name}")).values()
-        if any(isinstance(v, type) and issubclass(v, drafters.Drafter) and v.name == module.name for v in members):
-            classes.append(module.name)
+    classes = set()
+    for module in pkgutil.walk_packages(drafters.methods.__path__, "drafters.methods."):
+        members = vars(importlib.import_module(module.name)).values()
+        classes |= {
+            v.name for v in members if isinstance(v, type) and v.__module__ == module.name and "name" in vars(v)
+        }
     assert method_names() == sorted(classes)
     assert {"TargetModel", "generate", "load_drafter"} <= set(dir(drafters))
     with pytest.raises(AttributeError, match="no attribute 'Targetmodel'"):

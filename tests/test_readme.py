@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from drafters import drafter_class
+from drafters.methods import method_names
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, ShapePolicy
 from eval.figures.metrics import ends_in_loop
@@ -95,7 +96,7 @@ def test_the_table_of_methods_is_complete_and_measured() -> None:
         "prompt_lookup": "prompt lookup", "cascade": "cascade 0.9M -> 2M -> 7.8M", "ouroboros": "Ouroboros",
         "llmcad": "LLMCad", "specinfer": "SpecInfer", "bild": "BiLD", "mjsd": "MJSD",
     }  # fmt: skip
-    methods = {path.stem for path in (ROOT / "drafters" / "methods").glob("[!_]*.py")} - {"replay"}
+    methods = set(method_names()) - {"replay"}
     for name, line in re.findall(r"^\| `(\w+)` \|(.*)$", README.split("## Methods")[1], re.M):
         _, _, output, *figures = (cell.strip() for cell in line.split("|")[:5])
         methods.remove(name)

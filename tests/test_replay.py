@@ -42,7 +42,7 @@ def test_cost_is_the_inner_drafters() -> None:
     inner = eagle(target, None, "static")
     drafter = ReplayDrafter.from_options(target, inner=inner, profile=[0.0])  # as an untrained head
     for one in (inner, drafter):
-        with mock.patch.object(inner, "_extend", wraps=inner._extend) as head:
+        with mock.patch.object(inner.head, "extend", wraps=inner.head.extend) as head:
             trace = generate(target, one, [prompt(9)], max_new_tokens=10, eos_token_id=NO_EOS).trace
         assert head.call_count == 1 + sum(5 for step in trace.steps if step.drafted)
     assert trace.tau == 1.0
