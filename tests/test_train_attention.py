@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafters.heads.eagle.module import EagleHead
 from drafters.heads.kangaroo.module import KangarooAdapter
+from drafters.heads.kangaroo.shape import KangarooShape
 from train.core import attention
 from train.core.attention import (
     Dialogues,
@@ -74,7 +75,7 @@ def test_heads_take_dialogues_and_masks(kind: Any, family: str) -> None:
     """A head whose layer does not reach the function; one that no longer takes a mask, or none, as in drafting."""
     torch.manual_seed(0)
     config = tiny.tiny_config(family)
-    module = kind(config)
+    module = kind(config) if kind is EagleHead else kind(config, KangarooShape(exit_layer=1))
     positions = torch.tensor([[*range(20), *range(7)]])
     inputs = [torch.randn(1, 27, tiny.HIDDEN_SIZE) for _ in range(2 if kind is EagleHead else 1)]
     mask = dialogue_mask(segments_of([20, 7]))[:, None]
