@@ -1,6 +1,7 @@
 """`python -m eval.lossless`: a right drafter passes, planted faults do not, and the power is as stated."""
 
 import json
+import math
 import types
 from functools import lru_cache
 from itertools import repeat
@@ -32,7 +33,7 @@ from eval import lossless
 from eval.configs import LosslessConfig, ParityConfig
 from eval.entries import DrafterEntry
 from eval.figures import certificate as made
-from eval.figures.goodness_of_fit import detectable, uniformity
+from eval.figures.goodness_of_fit import count_tail, detectable, uniformity
 from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
 from eval.measure.watched import Known
 
@@ -237,6 +238,15 @@ def test_drafts_that_are_never_accepted_show_nothing(side_by_side: None) -> None
     """Catches a signature under a test that no draft token came through."""
     found = certificate(Table(sharper=-2.0), texts=64)
     assert found["verdict"] == "not shown" and "after 2 accepted draft tokens" in found["reasons"][0]
+
+
+def test_tails_of_a_count_by_enumeration() -> None:
+    """Catches a tail without the observed number itself, and one of the two tails only; Poisson's terms, added up."""
+    for expected in (0.5, 3.0, 7.25):
+        terms = [math.exp(-expected) * expected**n / math.factorial(n) for n in range(60)]
+        for observed in (0, 1, 3, 9):
+            few, many = sum(terms[: observed + 1]), sum(terms[observed:])
+            assert count_tail(observed, expected) == pytest.approx(min(1.0, 2 * min(few, many)), rel=1e-6)
 
 
 def test_power_is_as_stated() -> None:
