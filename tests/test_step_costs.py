@@ -34,7 +34,7 @@ class Timed(Drafter):
     def propose(self, state: Any) -> DraftTree:
         turn, self.calls = self.calls, self.calls + 1
         plan_turn = turn // measuring.IN_A_ROW // 2  # of two plans: which round it is
-        self.clock += {0: 9000.0, 2: 500.0, 3: -0.5}.get(plan_turn, 0.0)  # the warm-up, a slow round, a fast one
+        self.clock += {0: 9000.0, 2: 500.0, 3: -0.5, 4: 500.0}.get(plan_turn, 0.0)  # warm-up, slow and fast rounds
         self.clock += 700.0 if turn % measuring.IN_A_ROW == 0 else 1.0 + self.size  # only the last in a row counts
         tokens = torch.zeros(state.batch, self.size, dtype=torch.long)
         return DraftTree.chain(tokens) if self.size else state.nothing
