@@ -58,6 +58,7 @@ WRONG: dict[str, list[tuple[str, Any, str]]] = {
         ("resid_pdrop", 7, "dropout probability"),
         ("rope_scaling", "text", "is 'text'"),
         ("head_dim", "16", "is '16'"),
+        ("head_dim", True, "is True"),
     ],
     "gemma3_text": [
         ("rope_scaling", 0, "is 0"),

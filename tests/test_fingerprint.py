@@ -1,6 +1,7 @@
 """Fingerprints of targets: every weight counts, and no dtype, file or name of a tensor does."""
 
 import copy
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, load_frozen_ends
 from drafters.common import fingerprints
 from drafters.common.fingerprints import FORMER, same_weights
+from drafters.hub.checkpoint import config_of
 from drafters.model import fingerprint
 from drafters.model.fingerprint import digest, of_model, samples_of
 from train.run.files import check_continues, describe_data
@@ -83,6 +85,20 @@ def test_a_tune_is_another_target(tune: str, trained: dict[str, Any], tmp_path: 
         open_inputs(tiny_run.read("eagle", trained | {"target": str(folder), "out": str(tmp_path / "run")}))
 
 
+def test_a_head_names_the_weights_that_its_store_names(trained: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a head that claims more of its target than its store: that may be of the target before a tune."""
+    features = tmp_path / "features"
+    shutil.copytree(trained["features"], features)
+    for manifest in features.glob("*/manifest.json"):
+        found = json.loads(manifest.read_text())
+        former = found["target_fingerprint"][:FORMER]
+        manifest.write_text(json.dumps(found | {"target_fingerprint": former}))
+    tiny_run.train_here("eagle", trained | {"features": str(features), "out": str(tmp_path / "run")})
+    assert config_of(tmp_path / "run").target.fingerprint == former
+    whole = config_of(trained["out"]).target.fingerprint
+    assert whole == load_frozen_ends(trained["target"]).fingerprint and whole.startswith(f"{former}-")
+
+
 def test_a_capture_is_not_continued_with_a_tune(tmp_path: Path, target_folder: Path) -> None:
     """Catches a store whose first shards are of one model and whose other shards of another."""
     folder = tmp_path / "target"
@@ -123,7 +139,9 @@ def test_stored_buffers_count() -> None:
     assert of_model(model) != known
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt2", "deepseek_v3", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mixtral", "qwen3_moe", "gpt2", "deepseek_v3", "gemma3_text", "phi3", "apertus"]
+)
 def test_a_model_has_the_fingerprint_of_its_files(family: str, tmp_path: Path) -> None:
     """Catches a drafter refused beside the model in memory: joined experts, tied ends, buffers, other dtypes."""
     model = build(family, DECODED[family]).to(torch.bfloat16)
