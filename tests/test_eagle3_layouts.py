@@ -19,7 +19,8 @@ from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoin
 from drafters.layouts.convert import convert
 from drafters.layouts.eagle3_export import why_not
 from drafters.layouts.export import check, export, served_by
-from drafters.layouts.state_heads import told_state
+from drafters.layouts.state_heads import told_state, with_draft_vocabulary
+from drafters.model.draft_head import D2T
 
 LAYERS, USUAL = 7, [2, 3, 4]  # n layers; the states 2, n // 2 and n - 3
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -109,11 +110,23 @@ def test_the_contract_of_each_reader(target: TargetModel, tmp_path: Path) -> Non
         assert config["made_from"]["states"] == [told_state(tap, LAYERS) for tap in taps]
         assert any(name.startswith("midlayer.") for name in weights) == (form in ("official", "sglang"))
         assert ("lm_head.weight" in weights) == (form != "llama.cpp")
+        assert ("d2t" in weights) == ("t2d" in weights) == (FORMS[form].get("draft_vocab_size") == 60)
         if "d2t" in weights:
             chosen = torch.arange(60) + weights["d2t"]
             assert weights["d2t"].dtype == torch.int64 and weights["t2d"].dtype == torch.bool
             assert weights["t2d"].nonzero()[:, 0].tolist() == chosen.tolist()
     assert told_state(3, LAYERS) == "input of layer 3 = output of layer 2 = hidden_states[3]"
+
+
+def test_a_head_without_a_vocabulary_of_its_own(target: TargetModel, tmp_path: Path) -> None:
+    """Catches a size with which SGLang looks for an LM head in the folder, and a d2t of the whole vocabulary, which
+    engines would read as a draft vocabulary."""
+    export(save_head(tmp_path / "head", target, own_lm_head=False), "sglang", tmp_path / "sglang")
+    config, weights = written(tmp_path / "sglang")
+    assert config["draft_vocab_size"] is None and "lm_head.weight" not in weights
+    for rows in (tiny.VOCAB_SIZE - 1, tiny.VOCAB_SIZE):
+        found = with_draft_vocabulary({D2T: torch.zeros(rows, dtype=torch.int64)}, tiny.VOCAB_SIZE)
+        assert [int(found["t2d"].sum())] == [rows] if rows < tiny.VOCAB_SIZE else found == {}
 
 
 def test_the_contract_of_speculators(target: TargetModel, tmp_path: Path) -> None:

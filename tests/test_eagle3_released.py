@@ -159,6 +159,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 # What an import can do without, and an engine cannot.
 SERVED_WRONG: dict[str, tuple[Change, str]] = {
     "positions": (lambda c, w: c.update(max_position_embeddings=2048), "max_position_embeddings is 2,048, and 4,096"),
+    "no positions": (lambda c, w: c.pop("max_position_embeddings"), "max_position_embeddings is 2,048, and 4,096"),
     "older RoPE": (lambda c, w: c.update(rope_theta=1e4), "is 500000 in rope_parameters and 10000 for readers"),
     "another RoPE": (
         lambda c, w: c.update(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),

@@ -186,7 +186,7 @@ def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict
     facts |= {"limits": {"max_new_tokens": 9, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0}}
     tests = [{"distance": 0.034}, {"distance": 0.5}]
     sampled = {"tokens": 16000, "p_value": 0.5, "tests": tests, "power": 0.99}
-    greedy = [{"dtype": "float32", "tokens": 4096, "texts": 32, "divergences": [{}], "unexplained": 1}]
+    greedy = [{"dtype": "float32", "tokens": 4096, "texts": 32, "divergences": [{}, {}], "unexplained": 1}]
     certificate = {"verdict": "not lossless", "reasons": ["a reason"], "greedy": greedy, "sampled": sampled}
     certificate |= {"drafter": {"drafter": method, "checkpoint": "/home/me/x", "tree": "chain"}, "environment": facts}
     same = {"temperature": 0.0, "tokens_per_second": 5.0, "tau": 2.0, "speedup": 1.5, "speedup_ci": [1.25, 1.75]}
@@ -215,7 +215,7 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
     assert metrics["tau, E|1, temperature 0"] == 2.0 and metrics["speedup, E|1, temperature 0"] == 1.5
     assert index["results"][0]["dataset"]["name"] == "q" and not [name for name in metrics if "other" in name]
     assert "## Losslessness\n\n**not lossless**, by `eval.lossless` (tree chain)." in card and "- a reason" in card
-    assert "4,096 tokens of 32 texts against transformers' own model; 1 differ, 1 of them by more" in card
+    assert "4,096 tokens of 32 texts against transformers' own model; 2 differ, 1 of them by more" in card
     assert "p = 0.5; a total variation of 0.034 would have been detected with probability 99%" in card
     assert "| E\\|1 | 0 | 2.00 | 1.50 (1.25 to 1.75) | 5.0 |" in card and "| E, lossy (**lossy**) |" in card
     assert "| autoregressive |" in card and "| other |" not in card and "/home/me" not in card

@@ -138,8 +138,9 @@ def test_what_is_loaded_is_recorded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a target, a head or a store that forgets where it came from: the Hub, or a folder of such a name."""
+    """Catches a target, a head, a run or a store that forgets whether it came from the Hub or a folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.run.inputs.check_tokenizer", lambda *given: None)  # the server lists no templates
     tiny.build("llama", vocab_size=300, head_dim=12).save_pretrained("user/local")
     byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>").save_pretrained("user/local")
     hub.repositories["user/target"] = repository = Repository(private=False)
@@ -156,6 +157,14 @@ def test_what_is_loaded_is_recorded(
         assert made["target"] == (name if on_hub else "local") and made["drafter"] == f"{Path(name).name}-head"
         convert(f"out/{name}-vllm", name, Path(f"back/{name}"))
         assert load_checkpoint(f"back/{name}")[0]["training"]["hub_names"] == known
+        features = tiny_run.write_stores(Path(f"features/{name}"), target)
+        manifest = features / "train" / "manifest.json"
+        found = json.loads(manifest.read_text()) | {"source": "someone/chats", "hub_names": ["someone/chats"]}
+        manifest.write_text(json.dumps(found))
+        run = Path(f"runs/{name}")
+        tiny_run.train_here("eagle", tiny_run.settings(name, features, run, steps=1, init_from=f"{name}-head"))
+        assert load_checkpoint(run)[0]["training"]["hub_names"] == ["someone/chats", *known]
+        assert json.loads((run / "run.json").read_text())["hub_names"] == ["someone/chats", *known]
         splits = {"train": "someone/chats:en:train" if on_hub else DATA}
         Path("data").mkdir(exist_ok=True)
         Path(DATA).touch()

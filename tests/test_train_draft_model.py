@@ -161,6 +161,7 @@ def test_lora_leaves_an_adapter_that_merges(settings: dict[str, Any], draft: Pat
     assert not (out / "model.safetensors").exists()
     card = (out / "README.md").read_text()
     assert f"`{draft.name}`, aligned with that target" in card and str(draft) not in card and "base_model" not in card
+    assert "library_name: peft" in card
     assert finished_at(run.config, run.inputs.train) == 30
     ids = torch.arange(3, 23)[None]
     unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32), str(out))
