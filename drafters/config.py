@@ -83,7 +83,7 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")
-    _apply_overrides(data, overrides or [])
+    _apply_overrides(schema, data, overrides or [])
     return validate(schema, data, source=str(file))
 
 
@@ -94,7 +94,7 @@ def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
         ValueError: a key or value is wrong.
     """
     data: dict[str, Any] = {}
-    _apply_overrides(data, overrides)
+    _apply_overrides(schema, data, overrides)
     return validate(schema, data, source="the command line")
 
 
@@ -109,13 +109,22 @@ def validate(schema: type[ConfigT], data: dict[str, Any], source: str, most: int
         raise ValueError(f"{source}: " + "; ".join(lines)) from None
 
 
-def _apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
+def head_keys(schema: type[BaseModel]) -> set[str]:
+    """Return the keys of the schema under ``head:``, which may also stand beside it."""
+    head: Any = getattr(schema.model_fields.get("head"), "annotation", None)
+    return set(getattr(head, "model_fields", ())) - set(schema.model_fields)
+
+
+def _apply_overrides(schema: type[BaseModel], data: dict[str, Any], overrides: list[str]) -> None:
     """Set every ``key=value``; raises ValueError if one would undo another, by the same key or a group around it."""
+    of_head = head_keys(schema) - data.keys()
     given: dict[str, str] = {}
     for override in overrides:
         (key, equals, text), group, shown = override.partition("="), data, shortened(override)
         if not equals or not key:
             raise ValueError(f"override {shown} is not of the form key=value (say learning_rate=1e-4)")
+        if key.partition(".")[0] in of_head:
+            key = f"head.{key}"
         *parents, leaf = key.split(".")
         for parent in parents:
             group = group.setdefault(parent, {})
@@ -179,6 +188,5 @@ def _fields_at(schema: Any, location: list[str]) -> list[str]:
         nested = [annotation, *getattr(annotation, "__args__", ())]
         schema = next((a for a in nested if hasattr(a, "model_fields")), schema)
     fields = getattr(schema, "model_fields", {})
-    head = getattr(fields.get("head"), "annotation", None)  # its keys may stand beside it
     names = [field.alias or name for name, field in fields.items()]
-    return [*names, *getattr(head, "model_fields", ())]
+    return [*names, *(sorted(head_keys(schema)) if fields else ())]

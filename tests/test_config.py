@@ -45,6 +45,24 @@ def test_values_and_overrides(file: Path) -> None:
     assert (run.steps, run.taps, run.out) == (20, [2, 5], "runs/b")
 
 
+class Shape(Config):
+    layers: int = 1
+
+
+class Headed(Config):
+    head: Shape = Shape()
+    steps: int = 1
+
+
+def test_an_override_finds_the_key_under_head(tmp_path: Path) -> None:
+    """Catches ``layers=2`` that is refused, or set beside ``head:``, because the file has the key under it."""
+    path = tmp_path / "run.yaml"
+    path.write_text("head: {layers: 3}\n")
+    assert load_config(Headed, path, ["layers=2", "steps=4"]) == Headed(head=Shape(layers=2), steps=4)
+    with pytest.raises(ValueError, match=r"overrides layers=1 and head\.layers=2: the second would undo the first"):
+        load_config(Headed, path, ["layers=1", "head.layers=2"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -95,7 +95,7 @@ def _fields(schema: type[TrainConfig]) -> dict[str, Any]:
 def _method_of(config: Path) -> str:
     """The method of a run's config: the one that shares most of its own keys with it."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
-    found = set(keys) if isinstance(keys, dict) else set()
+    found = {*keys, *(keys.get("head") or ())} if isinstance(keys, dict) else set()
     own = {name: _fields(schema_of(name)).keys() - TrainConfig.model_fields for name in trained_methods()}
     return max(own, key=lambda name: (len(own[name] & found), name == METHOD))
 
