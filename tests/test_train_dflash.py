@@ -21,6 +21,7 @@ from train import dflash
 from train.core import attention
 from train.core.attention import Blocks, block_attention
 from train.core.task import make_task
+from train.core.weights import draft_with
 from train.data.packing import collate
 from train.dflash import runs
 from train.preflight.dry_run import dry_run
@@ -43,7 +44,7 @@ def made(settings: dict[str, Any], *dialogues: int, **more: Any) -> tuple[Any, A
     inputs = open_inputs(config)
     task: Any = make_task(config, inputs.ends)
     if config.draft_vocab:
-        task.draft_with(torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
+        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
     return task, collate(inputs.train, list(dialogues), task.config.taps)
 
 

@@ -16,6 +16,7 @@ from drafters import TargetModel, generate, load_drafter
 from train.core import losses
 from train.core.losses import Pairs, TextTokens, divergence_sum
 from train.core.task import make_task
+from train.core.weights import draft_with
 from train.data.packing import collate
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
@@ -83,7 +84,7 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
     inputs = open_inputs(config)
     task: Any = make_task(config, inputs.ends)
     if config.draft_vocab:
-        task.draft_with(torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
+        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
     for weights in task.module.markov_head.parameters():
         weights.data.normal_(std=0.3)
     batch = task.choose(collate(inputs.train, [1, 3], task.config.taps), seed=0)

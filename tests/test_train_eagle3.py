@@ -17,6 +17,7 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.layouts.convert import convert
 from drafters.layouts.export import export
 from train.core.task import make_task
+from train.core.weights import draft_with
 from train.data.packing import collate
 from train.run.files import check_run_folder, read_metrics
 from train.run.inputs import open_inputs
@@ -89,7 +90,7 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
     task: Any = make_task(config, inputs.ends)
     if config.draft_vocab:
         generator = torch.Generator().manual_seed(1)
-        task.draft_with(torch.randperm(tiny.VOCAB_SIZE, generator=generator)[:60].int())
+        draft_with(task, torch.randperm(tiny.VOCAB_SIZE, generator=generator)[:60].int())
     batch = collate(inputs.train, [1, 3], config.taps)
     batch = replace(batch, rows=task.rows(batch))
     assert len(batch.rows) > 5

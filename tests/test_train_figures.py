@@ -24,6 +24,7 @@ from train.core.lm_heads import LMHeads
 from train.core.losses import Pairs
 from train.core.runtime import ALONE
 from train.core.task import make_task
+from train.core.weights import draft_with
 from train.data.draft_vocab import find_frequent
 from train.data.packing import Position, Span, collate
 from train.preflight.overfit import excess_loss
@@ -52,7 +53,7 @@ def task_of(kind: str, settings: dict[str, Any], *dialogues: int, **changes: Any
     inputs = open_inputs(config)
     task: Any = make_task(config, inputs.ends)
     if config.draft_vocab:
-        task.draft_with(torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
+        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
     return task, task.choose(collate(inputs.train, list(dialogues), task.config.taps))
 
 
@@ -187,7 +188,7 @@ def test_an_lm_head_begins_with_the_targets_logits(
     task: Any = make_task(config, replace(ends, lm_head=LMHead(ends.lm_head.weight, SCALED)))
     ids = torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab or tiny.VOCAB_SIZE].int()
     if config.draft_vocab:
-        task.draft_with(ids)
+        draft_with(task, ids)
     states = torch.randn(3, tiny.HIDDEN_SIZE)
     expected = (0.25 * states @ ends.lm_head.weight.T)[:, ids.long().sort().values]
     for head in task.heads.own:

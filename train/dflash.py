@@ -65,18 +65,6 @@ class DFlashTask(Task):
     def check_attention(self) -> None:
         """Blocks are attended to by code of this package only."""
 
-    @property
-    def loss_tokens(self) -> int | None:
-        return self.config.draft_vocab or self.config.loss_vocab
-
-    def draft_with(self, ids: Tensor) -> None:
-        """The head's LM head is over these tokens, in the order of their ids, and begins as the target's; the tokens of
-        ``init_from`` stay."""
-        self.renumber(ids, from_target=True)
-
-    def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {}  # d2t is among the weights
-
     # ------------------------------------------------------------------------------------------- anchors
 
     def choose(self, batch: Batch, seed: int | None = None) -> Batch:
@@ -100,9 +88,6 @@ class DFlashTask(Task):
     def most_rows(self, lengths: list[int]) -> tuple[int, int]:
         blocks = sum(self.most_blocks(length) for length in lengths)
         return blocks * self.config.head.block_size, blocks * self.slots
-
-    def trained_rows(self, positions: float) -> float:
-        return self.slots * self.most_blocks(positions)
 
     def most_blocks(self, positions: float) -> int:
         """Blocks of a dialogue with this number of positions that can be anchors."""

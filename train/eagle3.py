@@ -64,17 +64,6 @@ class Eagle3Task(Task):
         if config.lm_head_start == "target" and config.draft_vocab is None:
             head.lm_head.weight.data.copy_(ends.lm_head.scaled)
 
-    @property
-    def loss_tokens(self) -> int | None:
-        return self.config.draft_vocab
-
-    def draft_with(self, ids: Tensor) -> None:
-        """The head's LM head is over these tokens, in the order of their ids; those of ``init_from`` stay."""
-        self.renumber(ids, from_target=self.config.lm_head_start == "target")
-
-    def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {}  # d2t is among the weights
-
     def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
         rows = super().rows(batch, seed)
         return rows[batch.position_ids.flatten()[rows] >= self.passes - 1]

@@ -173,6 +173,11 @@ class TrainConfig(Config):
         return self.head
 
     @property
+    def loss_tokens(self) -> int | None:
+        """Number of tokens that the loss is over; None: all."""
+        return (self.draft_vocab if self.sizes_lm_head else None) or self.loss_vocab
+
+    @property
     def solves_weights(self) -> bool:
         """Whether some new weights are solved for from the training data."""
         return False

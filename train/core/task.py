@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from drafters.base import Drafter
 from drafters.hub.checkpoint import BaseHead, TargetIdentity
 from drafters.methods import drafter_class
-from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.ends import FrozenEnds
 from drafters.model.target import TargetModel
 from train.core.attention import check_dialogues, take_dialogues
@@ -126,33 +125,6 @@ class Task(ABC):
         """By prefix of weights' names, their factor on the learning rate after ``step`` steps; other weights: 1."""
         return {}
 
-    @property
-    def loss_tokens(self) -> int | None:
-        """Tokens that the loss is over; None: all."""
-        return self.config.loss_vocab
-
-    def draft_with(self, ids: Tensor) -> None:
-        """Take the most frequent tokens int32 ``[N]``, those of the config's ``draft_vocab``."""
-        self.draft_ids = ids
-
-    def renumber(self, ids: Tensor, from_target: bool) -> None:
-        """Give the module's own LM head and ``d2t`` these tokens, by their ids; ``init_from`` keeps its own.
-
-        ``from_target``: its rows begin as the target's.
-        """
-        module: Any = self.module
-        if self.config.init_from is None:
-            ordered = ids.long().sort().values
-            module.d2t.copy_(ordered - torch.arange(len(ids)))
-            if from_target:
-                module.lm_head.weight.data.copy_(self.ends.lm_head.scaled[ordered])
-        self.draft_ids = self.heads.ids = (module.d2t + torch.arange(len(module.d2t))).int()
-
-    def vocabulary(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The draft vocabulary as a checkpoint has it: its tensors, and its options."""
-        ids = self.draft_ids
-        return ({}, {}) if ids is None else ({DRAFT_IDS: ids}, {"draft_vocab": len(ids)})
-
     # ------------------------------------------------------------------------------------------- one micro-batch
 
     def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
@@ -170,10 +142,6 @@ class Task(ABC):
     def most_rows(self, lengths: list[int]) -> tuple[int, int]:
         """Rows of a forward over dialogues of these lengths, and how many tokens are predicted, at most."""
         return sum(lengths), sum(lengths)
-
-    def trained_rows(self, positions: float) -> float:
-        """Rows that a dialogue trains, by its number of positions that can be trained; an estimate."""
-        return positions
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         """Predictions, targets and weights of the trained positions ``batch.rows``.

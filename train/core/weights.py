@@ -89,14 +89,33 @@ def _typed(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
+def draft_with(task: Task, ids: Tensor) -> None:
+    """Let the task draft with the tokens ``ids``, int32 ``[N]``.
+
+    An LM head of its own (``sizes_lm_head``) has one row for each, ascending, and ``d2t`` names it. Its rows begin
+    as the target's, if the config says so. With ``init_from`` the trained head's tokens stay.
+    """
+    task.draft_ids = ids
+    if not task.config.sizes_lm_head:
+        return
+    module: Any = task.module
+    if task.config.init_from is None:
+        ordered = ids.long().sort().values
+        module.d2t.copy_(ordered - torch.arange(len(ids)))
+        if getattr(task.config, "lm_head_start", "target") == "target":
+            module.lm_head.weight.data.copy_(task.ends.lm_head.scaled[ordered])
+    task.draft_ids = task.heads.ids = (module.d2t + torch.arange(len(module.d2t))).int()
+
+
 def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint of ``weights``, and its ``drafter`` section; adapters are merged."""
     options = task.head.stored()
     if task.config.lora is not None:
         exact = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
         weights = _adapter(task, exact).merge_and_unload().state_dict()
-    tensors, of_vocabulary = task.vocabulary()
-    return weights | tensors, options | of_vocabulary
+    if task.draft_ids is None or task.config.sizes_lm_head:  # then d2t is among the weights
+        return weights, options
+    return weights | {DRAFT_IDS: task.draft_ids}, options | {"draft_vocab": len(task.draft_ids)}
 
 
 def write_checkpoint(task: Task, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:

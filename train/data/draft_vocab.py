@@ -23,6 +23,7 @@ from drafters.methods import drafter_class
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHeadOptions
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from train.core.task import Task
+from train.core.weights import draft_with
 from train.data.packing import Source
 
 LEAST_COVERED = 0.8  # share of the answers' tokens
@@ -50,7 +51,7 @@ def find_frequent(task: Task, train: Source) -> str | None:
         task.heads.ids = most_frequent(counts, loss, "loss_vocab")
     if draft is None:
         return None
-    task.draft_with(most_frequent(counts, draft, "draft_vocab"))
+    draft_with(task, most_frequent(counts, draft, "draft_vocab"))
     assert task.draft_ids is not None  # those of init_from, if its LM head is the head's own
     covered = float(counts[task.draft_ids.long()].sum() / counts.sum().clamp_min(1))
     said = f"draft_vocab={draft:,} covers {covered:.1%} of the training answers' tokens"

@@ -355,7 +355,7 @@ def add_time(
     """Add the hours of training and, without a store, of the target's pass over the data."""
     target, cost, share = task.ends.config, training_cost(task), workload.trained / workload.tokens
     every = workload.lengths or lengths[:1]
-    flops = cost.of(every, sum(task.trained_rows(share * length) for length in every)) / sum(every)
+    flops = cost.of(every, task.most_rows([round(share * length) for length in every])[1]) / sum(every)
     device: Any = given.device or resolve_device()
     peak = config.peak_tflops or peak_tflops(device)
     assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s

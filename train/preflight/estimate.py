@@ -94,8 +94,8 @@ def random_task(
     """A task with a new module, and a random micro-batch on this machine's device; ``trained``: share of positions."""
     device, dtype = resolve_device(), dtype_of(config)
     task = make_task(config, meta_ends(target, device=str(device), dtype=dtype))
-    if task.loss_tokens is not None:  # which tokens makes no difference here
-        task.heads.ids = torch.arange(min(task.loss_tokens, task.ends.lm_head.out_features))
+    if task.config.loss_tokens is not None:  # which tokens makes no difference here
+        task.heads.ids = torch.arange(min(task.config.loss_tokens, task.ends.lm_head.out_features))
     with exact_buffers(task.module):
         task.module.to(device, dtype)
     return task, RandomStore(config, target, lengths, trained).batch().to(device, dtype)

@@ -121,7 +121,7 @@ def _activations(task: Task, lengths: list[int], rows: int, width: int) -> tuple
 
 def _loss_memory(config: TrainConfig, task: Task, predicted: int, on_gpu: bool) -> tuple[int, int]:
     """Bytes of the loss's rows of logits, and of the gradients of the drafter's own LM heads."""
-    vocabulary = min(task.loss_tokens or task.ends.lm_head.out_features, task.ends.lm_head.out_features)
+    vocabulary = min(task.config.loss_tokens or task.ends.lm_head.out_features, task.ends.lm_head.out_features)
     sliced = nn.Linear(1, vocabulary, bias=False, device="meta")
     chunk = min(config.loss_chunk_rows or default_chunk_rows(sliced, on_gpu), predicted)
     cross_entropy = getattr(config, "classification_loss", "cross_entropy") == "cross_entropy"

@@ -104,7 +104,7 @@ def row_flops(task: Task) -> int:
     heads = [task.heads.own_of(number) or target for number in range(task.predictions)]
     numbers = task.against_logits * target.in_features
     numbers += sum((2 + head.weight.requires_grad) * head.in_features for head in heads)
-    return 2 * (task.loss_tokens or target.out_features) * int(numbers)
+    return 2 * (task.config.loss_tokens or target.out_features) * int(numbers)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:
