@@ -124,12 +124,14 @@ class SpeedConfig(Config):
         first = plain[0] if plain else DrafterEntry.model_validate({"drafter": BASELINE})
         first = first.model_copy(update={"temperatures": None})
         others = [entry for entry in self.drafters if entry not in plain[:1]]
-        return [entry for given in (first, *others) for entry in given.expand()]
+        return [entry for drafter in (first, *others) for entry in drafter.expand()]
 
     def methods(self, temperature: float) -> list[str]:
         """The labels of all rows at a temperature, stock ``generate`` last."""
-        own = [entry.name for entry in self.entries if entry.temperatures is None or temperature in entry.temperatures]
-        return [*own, *(entry.label for entry in self.stock), *([STOCK] if self.stock_generate else [])]
+        names = [
+            entry.name for entry in self.entries if entry.temperatures is None or temperature in entry.temperatures
+        ]
+        return [*names, *(entry.label for entry in self.stock), *([STOCK] if self.stock_generate else [])]
 
     @property
     def assistants(self) -> dict[str, str]:
@@ -289,8 +291,8 @@ class TuneConfig(SpeedConfig):
         """Return the speed config that measures all values of ``knob``, with the other knobs as ``chosen``."""
         entry = self.drafters[0].model_dump(mode="json", exclude_unset=True)
         grid = {other: [value] for other, value in chosen.items()} | {knob: self.knobs[knob]}
-        own = set(TuneConfig.model_fields) - set(SpeedConfig.model_fields)
-        data = self.model_dump(mode="json", exclude=own, exclude_unset=True)
+        tune_keys = set(TuneConfig.model_fields) - set(SpeedConfig.model_fields)
+        data = self.model_dump(mode="json", exclude=tune_keys, exclude_unset=True)
         data |= {"drafters": [entry | {"grid": grid}], "out": str(self.out / f"{number}-{knob}")}
         data["stock_generate"] = self.stock_generate
         return validate(SpeedConfig, data, source=f"knobs: {knob}")

@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> None:
     from eval.report.tables import make_console
 
     console = make_console()
-    kept = f"nothing was measured since this start, earlier runs are kept; to resume: {command()}"
-    with keeping(lambda: kept), contextlib.ExitStack() as stack:
+    notice = f"nothing was measured since this start, earlier runs are kept; to resume: {command()}"
+    with keeping(lambda: notice), contextlib.ExitStack() as stack:
         measure_and_report(config, parsed.command, console, engines=Engines(config, config.engines, stack, console))
 
 

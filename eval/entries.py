@@ -178,8 +178,8 @@ class EngineEntry(Config):
     @property
     def paths(self) -> dict[str, str]:
         """By key, the models and files that it names."""
-        found = {"draft_model": self.draft_model, "checkpoint": self.checkpoint, "gguf": self.gguf}
-        return {key: str(path) for key, path in found.items() if path is not None}
+        paths = {"draft_model": self.draft_model, "checkpoint": self.checkpoint, "gguf": self.gguf}
+        return {key: str(path) for key, path in paths.items() if path is not None}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -188,8 +188,8 @@ class EngineEntry(Config):
                 methods = " or ".join(method for method, needed in NEEDS.items() if needed == key)
                 raise ValueError(f"{self.label}: {key} and method {methods} go together; method is {self.method}")
         if self.engine == "llama_cpp" and (self.gguf is None or self.method not in ("plain", "prompt_lookup")):
-            found = f"method {self.method}, gguf {self.gguf}"
-            raise ValueError(f"{self.label}: llama_cpp takes gguf and method plain or prompt_lookup; found {found}")
+            options = f"method {self.method}, gguf {self.gguf}"
+            raise ValueError(f"{self.label}: llama_cpp takes gguf and method plain or prompt_lookup; found {options}")
         if self.engine != "llama_cpp" and any(value is not None for value in (self.gguf, self.gguf_type, self.repack)):
             raise ValueError(
                 f"{self.label}: gguf, gguf_type and repack are options of llama_cpp; {self.engine} loads the target"

@@ -70,28 +70,28 @@ Figure = Callable[[dict[str, Any]], float | None]
 
 
 def _row(method: str, key: str) -> Figure:
-    return lambda found: next((row.get(key) for row in found["rows"] if row["method"] == method), None)
+    return lambda report: next((row.get(key) for row in report["rows"] if row["method"] == method), None)
 
 
 def _rows(count: int) -> Figure:
-    return lambda found: next((row["seconds"] for row in found["verification_seconds"] if row["rows"] == count), None)
+    return lambda report: next((row["seconds"] for row in report["verification_seconds"] if row["rows"] == count), None)
 
 
 def _ratio(above: Figure, below: Figure) -> Figure:
-    def figure(found: dict[str, Any]) -> float | None:
-        one, other = above(found), below(found)
+    def figure(report: dict[str, Any]) -> float | None:
+        one, other = above(report), below(report)
         return one / other if one and other else None
 
     return figure
 
 
-def _unexplained(found: dict[str, Any]) -> float:
-    rows = [row for row in found["rows"] if row["lossless"] and row.get("divergences")]
+def _unexplained(report: dict[str, Any]) -> float:
+    rows = [row for row in report["rows"] if row["lossless"] and row.get("divergences")]
     return float(sum(r["divergences"]["unexplained"] for r in rows if tail(r["divergences"], r["prompts"]) is None))
 
 
-def _fastest(found: dict[str, Any]) -> float:
-    return max(row["speedup"] for row in found["rows"] if row["lossless"] and row["temperature"] == 0)
+def _fastest(report: dict[str, Any]) -> float:
+    return max(row["speedup"] for row in report["rows"] if row["lossless"] and row["temperature"] == 0)
 
 
 _SPEED = _row("plain decoding", "tokens_per_second")
@@ -226,19 +226,19 @@ def main(argv: list[str] | None = None) -> int:
         "--minutes", type=float, help="time for all parts; a part whose limit is longer than the rest is not begun"
     )
     parser.add_argument("--list", action="store_true", help="show the parts and their commands, and run none")
-    given = parser.parse(argv)
-    if given.list:
+    options = parser.parse(argv)
+    if options.list:
         for part in PARTS:
             print(f"{part.name} ({part.seconds} s): {part.about}")
             print(*(f"    {shlex.join(line)}" for line in part.commands), sep="\n")
         return 0
     here = gpu_folder()
-    out = given.out or ROOT / "docs" / "results" / here / "gpu"
+    out = options.out or ROOT / "docs" / "results" / here / "gpu"
     check_folder(out, "--out")
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [part for part in PARTS if part.name in given.only]
+    chosen = [part for part in PARTS if part.name in options.only]
     with keeping(lambda: f"finished parts are kept in {out}; to resume: {command()}"):
-        outcomes = run(chosen, out.resolve(), given.again, given.minutes)
+        outcomes = run(chosen, out.resolve(), options.again, options.minutes)
     print(f"{out / 'gpu.md'}")
     return int(any(outcome.ended in ("failed", "out of time") for outcome in outcomes.values()))
 

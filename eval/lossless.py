@@ -24,30 +24,30 @@ from eval.entries import check_entries
 from eval.prompts.config import check_prompt_files
 
 
-def drafter_entry(given: str) -> dict[str, Any]:
+def drafter_entry(drafter: str) -> dict[str, Any]:
     """Return ``--drafter`` as a config's entry; ValueError if it is neither a method nor a trained drafter."""
-    folder = Path(given).expanduser()
-    if given in method_names() or not ("/" in given or folder.is_dir()):
-        return {"drafter": given}
+    folder = Path(drafter).expanduser()
+    if drafter in method_names() or not ("/" in drafter or folder.is_dir()):
+        return {"drafter": drafter}
     try:
         method = json.loads((folder / "config.json").read_text(encoding="utf-8"))["drafter_type"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"--drafter {given} is no folder of a trained drafter ({type(error).__name__}: {error}); give a method or "
-            f"such a folder. On the Hub: --drafter METHOD drafter.checkpoint={given}; a draft model: --drafter "
-            f"speculative drafter.draft_model={given}"
+            f"--drafter {drafter} is no folder of a trained drafter ({type(error).__name__}: {error}); give a method "
+            f"or such a folder. On the Hub: --drafter METHOD drafter.checkpoint={drafter}; a draft model: --drafter "
+            f"speculative drafter.draft_model={drafter}"
         ) from None
-    return {"drafter": method, "checkpoint": given}
+    return {"drafter": method, "checkpoint": drafter}
 
 
 def read_config(parsed: Any) -> LosslessConfig:
     """Return the config: the file's keys, if there is one, then --target and --drafter, then ``key=value``."""
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     if parsed.target is not None:
-        given["target.path"] = parsed.target
+        options["target.path"] = parsed.target
     if parsed.drafter is not None:
-        given |= {f"drafter.{key}": value for key, value in drafter_entry(parsed.drafter).items()}
-    overrides = [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *parsed.overrides]
+        options |= {f"drafter.{key}": value for key, value in drafter_entry(parsed.drafter).items()}
+    overrides = [*(f"{key}={json.dumps(value)}" for key, value in options.items()), *parsed.overrides]
     if parsed.config is not None:
         return load_config(LosslessConfig, parsed.config, overrides)
     missing = [f"--{name}" for name in ("target", "drafter") if getattr(parsed, name) is None]
@@ -74,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = make_console()
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        found = certificate(config, parsed.command)
-        say(console, verdict_line(found))
-        write_page(found, markdown(found), config.out, "lossless", console)
-    return 0 if found["verdict"] == LOSSLESS else 1
+        report = certificate(config, parsed.command)
+        say(console, verdict_line(report))
+        write_page(report, markdown(report), config.out, "lossless", console)
+    return 0 if report["verdict"] == LOSSLESS else 1
 
 
 if __name__ == "__main__":

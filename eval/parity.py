@@ -27,9 +27,9 @@ KEYS = {"checkpoint": "checkpoint", "target": "target.path", "engine": "engine",
 
 def read_config(parsed: Any) -> ParityConfig:
     """Return the config: the four options, then ``key=value``."""
-    given = {key: getattr(parsed, name) for name, key in KEYS.items() if getattr(parsed, name) is not None}
+    options = {key: getattr(parsed, name) for name, key in KEYS.items() if getattr(parsed, name) is not None}
     return from_overrides(
-        ParityConfig, [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *parsed.overrides]
+        ParityConfig, [*(f"{key}={json.dumps(value)}" for key, value in options.items()), *parsed.overrides]
     )
 
 
@@ -53,11 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = make_console()
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        found = parity(config, parsed.command, console)
-        for line in [*figures_table(found), *verdict_lines(found)]:
+        report = parity(config, parsed.command, console)
+        for line in [*figures_table(report), *verdict_lines(report)]:
             say(console, line)
-        write_page(found, markdown(found), config.out, "parity", console)
-    return 0 if found["verdict"] == PASS else 1
+        write_page(report, markdown(report), config.out, "parity", console)
+    return 0 if report["verdict"] == PASS else 1
 
 
 if __name__ == "__main__":

@@ -31,14 +31,14 @@ class SGLang:
         """See ``protocol.Engine``; SGLang reads no seed of a request in its default mode."""
         job = self._job
         for _ in range(TRIES):
-            found, histogram = self._stream(ids, sampling(job, temperature, max_new_tokens))
+            answer, histogram = self._stream(ids, sampling(job, temperature, max_new_tokens))
             if job["method"] == "plain":
-                return found | {"commits": [1] * len(found["tokens"]), "drafted": [], "accepted": []}
-            accepted = accepted_tokens(found["commits"], histogram)
+                return answer | {"commits": [1] * len(answer["tokens"]), "drafted": [], "accepted": []}
+            accepted = accepted_tokens(answer["commits"], histogram)
             if accepted is not None:
-                return found | {"drafted": [job["gamma"]] * len(accepted), "accepted": accepted}
+                return answer | {"drafted": [job["gamma"]] * len(accepted), "accepted": accepted}
         raise ValueError(
-            f"SGLang sent {sum(histogram)} verifications in {len(found['commits']) - 1} chunks, in {TRIES} tries, so "
+            f"SGLang sent {sum(histogram)} verifications in {len(answer['commits']) - 1} chunks, in {TRIES} tries, so "
             "the accepted tokens of each step are not known; leave the machine's cores to this run"
         )
 
@@ -56,8 +56,8 @@ class SGLang:
             commits.append(len(chunk["output_ids"]) - len(tokens))  # a chunk has all tokens up to here
             tokens = list(chunk["output_ids"])
         end = time.perf_counter()
-        found = {"tokens": tokens, "prefill_seconds": first - start, "decode_seconds": end - first, "commits": commits}
-        return found, chunk["meta_info"].get("spec_correct_drafts_histogram", [])
+        answer = {"tokens": tokens, "prefill_seconds": first - start, "decode_seconds": end - first, "commits": commits}
+        return answer, chunk["meta_info"].get("spec_correct_drafts_histogram", [])
 
 
 def accepted_tokens(commits: list[int], histogram: list[int]) -> list[int] | None:
@@ -76,30 +76,30 @@ def accepted_tokens(commits: list[int], histogram: list[int]) -> list[int] | Non
 
 def sampling(job: dict[str, Any], temperature: float, max_new_tokens: int) -> dict[str, Any]:
     """Return SGLang's ``SamplingParams``."""
-    found = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     # With ignore_eos SGLang ignores stop_token_ids, too.
-    found |= {"stop_token_ids": job["eos"], "ignore_eos": not job["eos"]}
-    return found | ({"top_k": job["top_k"] or -1, "top_p": job["top_p"]} if temperature > 0 else {})
+    settings |= {"stop_token_ids": job["eos"], "ignore_eos": not job["eos"]}
+    return settings | ({"top_k": job["top_k"] or -1, "top_p": job["top_p"]} if temperature > 0 else {})
 
 
 def arguments(job: dict[str, Any]) -> dict[str, Any]:
     """Return SGLang's ``ServerArgs``."""
     method, gamma = job["method"], job["gamma"]
-    found = {"model_path": job["target"], "revision": job["revision"], "dtype": job["dtype"]}
-    found |= {"context_length": job["max_context"], "max_running_requests": 1, "random_seed": 0}
-    found |= {"skip_tokenizer_init": True, "log_level": "warning"}
-    found |= {"disable_radix_cache": True}  # every prompt has a complete prefill
+    settings = {"model_path": job["target"], "revision": job["revision"], "dtype": job["dtype"]}
+    settings |= {"context_length": job["max_context"], "max_running_requests": 1, "random_seed": 0}
+    settings |= {"skip_tokenizer_init": True, "log_level": "warning"}
+    settings |= {"disable_radix_cache": True}  # every prompt has a complete prefill
     if method == "plain":
-        return found
-    found |= {"speculative_algorithm": ALGORITHMS[method], "speculative_draft_model_path": job["drafter"]}
+        return settings
+    settings |= {"speculative_algorithm": ALGORITHMS[method], "speculative_draft_model_path": job["drafter"]}
     if method == "dspark":
-        return found | {"speculative_dspark_block_size": gamma}
-    found |= {"speculative_num_draft_tokens": gamma + 1}  # with the root, or the anchor
+        return settings | {"speculative_dspark_block_size": gamma}
+    settings |= {"speculative_num_draft_tokens": gamma + 1}  # with the root, or the anchor
     if method == "dflash":
-        return found
+        return settings
     if (Path(job["drafter"]) / HOT_TOKENS).exists():
-        found |= {"speculative_token_map": str(Path(job["drafter"]) / HOT_TOKENS)}
-    return found | {"speculative_num_steps": gamma, "speculative_eagle_topk": 1}
+        settings |= {"speculative_token_map": str(Path(job["drafter"]) / HOT_TOKENS)}
+    return settings | {"speculative_num_steps": gamma, "speculative_eagle_topk": 1}
 
 
 if __name__ == "__main__":

@@ -66,19 +66,19 @@ class VLLM:
         engine.add_request(str(self._prompts), {"prompt_token_ids": ids}, settings)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                made = output.outputs[0]
-                if made.token_ids:
+                chunk = output.outputs[0]
+                if chunk.token_ids:
                     if not tokens:
                         first = time.perf_counter()
-                    tokens += made.token_ids
-                    commits.append(len(made.token_ids))
-                verified = getattr(made, "spec_decode_metrics", None) or verified
+                    tokens += chunk.token_ids
+                    commits.append(len(chunk.token_ids))
+                verified = getattr(chunk, "spec_decode_metrics", None) or verified
         end = time.perf_counter()
-        found = {"tokens": tokens, "prefill_seconds": first - start, "decode_seconds": end - first, "commits": commits}
+        answer = {"tokens": tokens, "prefill_seconds": first - start, "decode_seconds": end - first, "commits": commits}
         if verified is None:
             unknown: list[int] | None = None if self._drafts and len(commits) > 1 else []
-            return found | {"drafted": unknown, "accepted": unknown}
-        return found | {"drafted": verified.per_step_drafted, "accepted": verified.per_step_accepted}
+            return answer | {"drafted": unknown, "accepted": unknown}
+        return answer | {"drafted": verified.per_step_drafted, "accepted": verified.per_step_accepted}
 
 
 def speculation(job: dict[str, Any]) -> dict[str, Any] | None:

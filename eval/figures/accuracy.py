@@ -32,14 +32,14 @@ def accuracy(
         if prompt.turn == 1 and prompt.record is not None and prompt.record.metric is not None:
             name = prompt.category or suite_name(prompt.record.suite or "")
             places.setdefault((name, prompt.record.metric), []).append(place)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for (name, metric), chosen in places.items():
         why = _unavailable(metric, run_code)
         of_these = [(prompts[place], answers[place]) for place in chosen]
         value = None if why else _value(metric, of_these)
-        found[name] = {"metric": SHOWN[metric], "value": value, "answers": len(chosen)}
-        found[name] |= {"cut": sum(cut[n] for n in chosen)} | ({"unavailable": why} if why else {})
-    return found
+        figures[name] = {"metric": SHOWN[metric], "value": value, "answers": len(chosen)}
+        figures[name] |= {"cut": sum(cut[n] for n in chosen)} | ({"unavailable": why} if why else {})
+    return figures
 
 
 def _unavailable(metric: str, run_code: bool) -> str | None:
@@ -75,8 +75,8 @@ def _value(metric: str, answered: list[tuple[Prompt, str]]) -> float:
 
 def same_number(answer: str, reference: str) -> bool:
     """Return whether the last numbers are equal (GSM8K's reference has its number after ####)."""
-    found, right = last_number(answer), last_number(reference)
-    return found is not None and found == right
+    number, right = last_number(answer), last_number(reference)
+    return number is not None and number == right
 
 
 def last_number(text: str) -> Decimal | None:

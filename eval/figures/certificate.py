@@ -43,9 +43,9 @@ def certificate(config: LosslessConfig, argv: list[str]) -> dict[str, Any]:
     paths = [config.target.path, *paths_of([config.drafter])]
     facts = environment(target) | conditions(paths, str(target.device), config.threads)
     facts |= {"config": config.model_dump(mode="json"), "argv": argv}
-    found: dict[str, Any] = {"format_version": 1, "drafter": {"name": name, **config.drafter.model_dump(mode="json")}}
+    report: dict[str, Any] = {"format_version": 1, "drafter": {"name": name, **config.drafter.model_dump(mode="json")}}
     if not lossless:
-        found |= {"verdict": LOSSY, "reasons": [], "greedy": [], "sampled": None}
+        report |= {"verdict": LOSSY, "reasons": [], "greedy": [], "sampled": None}
     else:
         prompts = prompts_of(config, lineup, target)
         entries = certified_entries(config.drafter, _fresh(lineup, 0.0))
@@ -57,9 +57,9 @@ def certificate(config: LosslessConfig, argv: list[str]) -> dict[str, Any]:
             for part, entry in zip(parts, entries, strict=True):
                 drafter = _fresh(Lineup([entry], models), 0.0)
                 part["greedy"].append(greedy_part(config, models.target, drafter, prompts))
-        found |= combined([entry.name for entry in entries], parts)
-    found["environment"] = facts | {"load_average_after": load_average()}
-    return found
+        report |= combined([entry.name for entry in entries], parts)
+    report["environment"] = facts | {"load_average_after": load_average()}
+    return report
 
 
 def certified_entries(entry: DrafterEntry, drafter: Drafter) -> list[DrafterEntry]:
@@ -77,11 +77,11 @@ def certified_entries(entry: DrafterEntry, drafter: Drafter) -> list[DrafterEntr
 
 def _auto_options(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
     """Return the FIXED values of options that are auto, also of a hybrid's head, by dotted name."""
-    found = {name: _fixed(drafter, name) for name, value in drafter.settings if value == "auto"}
+    options = {name: _fixed(drafter, name) for name, value in drafter.settings if value == "auto"}
     head = getattr(drafter, "head", None)
     if isinstance(head, Drafter):
-        found |= {f"head.{name}": values for name, values in _auto_options(head).items()}
-    return found
+        options |= {f"head.{name}": values for name, values in _auto_options(head).items()}
+    return options
 
 
 def _fixed(drafter: Drafter, option: str) -> tuple[Any, ...]:
@@ -166,15 +166,15 @@ def begun(target: TargetModel, count: int, length: int, seed: int) -> list[list[
     starts = [[token if bos is None else bos] for token in first]
     if length == 1:
         return starts
-    plain, found = make_drafter("autoregressive", target), list[list[int]]()
+    plain, prompts = make_drafter("autoregressive", target), list[list[int]]()
     settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "max_new_tokens": length - 1}
     with Bar(total=count, unit=" prompts", desc="prompts", leave=False) as bar:
         for place in range(0, count, BEGUN):
             some = starts[place : place + BEGUN]
             result = generate(target, plain, some, prompt_lengths=_lengths(some), seed=seed + place, **settings)
-            found += [start + row for start, row in zip(some, result.tokens.tolist(), strict=True)]
+            prompts += [start + row for start, row in zip(some, result.tokens.tolist(), strict=True)]
             bar.update(len(some))
-    return found
+    return prompts
 
 
 def _lengths(prompts: list[list[int]]) -> list[int]:
@@ -207,8 +207,8 @@ def greedy_part(
         result = generate(target, drafter, some, prompt_lengths=_lengths(some), max_new_tokens=config.greedy_tokens)
         texts.prompts += some
         texts.new += _rows(result)
-    found = greedy_fit(target, texts, eos_ids(target, None), config.greedy_tokens)
-    return {"dtype": dtype_name(target.dtype), **found}
+    fit = greedy_fit(target, texts, eos_ids(target, None), config.greedy_tokens)
+    return {"dtype": dtype_name(target.dtype), **fit}
 
 
 def sampled_part(
@@ -221,24 +221,24 @@ def sampled_part(
 
     def batches() -> Iterator[Texts]:
         nonlocal longest
-        waiting, made = itertools.cycle(prompts), 0
+        waiting, started = itertools.cycle(prompts), 0
         with Bar(total=config.texts, unit=" texts", leave=False) as bar:
             for number, rows in enumerate(_sizes(drafter, config.batch)):
-                if made >= config.texts:
+                if started >= config.texts:
                     return
                 watched, some = Watched(drafter), list(itertools.islice(waiting, rows))
-                given = target, cast(Drafter, watched), some
+                inputs = target, cast(Drafter, watched), some
                 seed = config.seed + 1 + number  # the prompts' seed would repeat the numbers that drew them
                 new = config.new_tokens
-                result = generate(*given, prompt_lengths=_lengths(some), max_new_tokens=new, seed=seed, **settings)
+                result = generate(*inputs, prompt_lengths=_lengths(some), max_new_tokens=new, seed=seed, **settings)
                 longest = max(longest, *(max(verdict.depths) for verdict, _ in watched.seen), 0)
                 yield Texts(some, _rows(result), [watched.known(row) for row in range(len(some))])
-                made += len(some)
+                started += len(some)
                 bar.update(len(some))
 
     eos = eos_ids(target, None)
-    found = sampled_fit(target, batches(), sampling, eos, config.new_tokens, config.alpha, config.seed)
-    return {**found, "longest_draft": longest}
+    fit = sampled_fit(target, batches(), sampling, eos, config.new_tokens, config.alpha, config.seed)
+    return {**fit, "longest_draft": longest}
 
 
 def _rows(result: Any) -> list[list[int]]:

@@ -41,12 +41,12 @@ class Divergence:
 
 def differing(rounds: list[list[Run]], plain: list[Run]) -> dict[int, list[int]]:
     """Return by prompt the first output, of its ``rounds``, that differs from plain decoding's."""
-    found: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
     for number, (runs, base) in enumerate(zip(rounds, plain, strict=True)):
         for run in runs:
             if run.tokens != base.tokens:
-                found.setdefault(number, run.tokens)
-    return found
+                outputs.setdefault(number, run.tokens)
+    return outputs
 
 
 def find_divergences(
@@ -62,7 +62,7 @@ def _divergence(scores: Scores, number: int, name: str, tokens: list[int], plain
     if position == shorter:
         return Divergence(name, position, None, None, 0.0, False)
     logits = scores.of(number, plain)[position]
-    gap = logits.best - min(logits.own, scores.of(number, tokens)[position].own)
+    gap = logits.best - min(logits.chosen, scores.of(number, tokens)[position].chosen)
     tolerance = TOLERANCE[scores.target.dtype] * logits.scale
     return Divergence(name, position, logits.best - logits.second, gap, tolerance, gap < tolerance)
 

@@ -41,11 +41,11 @@ def places(p: Tensor, order: Tensor, tokens: Tensor, generator: np.random.Genera
     """
     p = p.double() / p.double().sum(1, keepdim=True)
     at = tokens[:, None]
-    own, rank = p.gather(1, at), order.gather(1, at)
+    mass, rank = p.gather(1, at), order.gather(1, at)
     ids = torch.arange(p.shape[1], device=p.device)
     before = (order > rank) | ((order == rank) & (ids < at))
     drawn = torch.from_numpy(generator.random((len(tokens), 1))).to(p.device)
-    return ((p * before).sum(1, keepdim=True) + drawn * own)[:, 0]
+    return ((p * before).sum(1, keepdim=True) + drawn * mass)[:, 0]
 
 
 def uniformity(sample: np.ndarray, level: float) -> Fit | None:
@@ -57,8 +57,8 @@ def uniformity(sample: np.ndarray, level: float) -> Fit | None:
     count = len(sample)
     if count < FEWEST:
         return None
-    found = np.bincount(np.minimum((sample * BINS).astype(int), BINS - 1), minlength=BINS)
-    statistic = float(((found - count / BINS) ** 2).sum() / (count / BINS))
+    observed = np.bincount(np.minimum((sample * BINS).astype(int), BINS - 1), minlength=BINS)
+    statistic = float(((observed - count / BINS) ** 2).sum() / (count / BINS))
     return Fit(count, statistic, chi_square_tail(statistic, BINS - 1), detectable(count, level))
 
 

@@ -52,18 +52,18 @@ def logits_of(target: TargetModel, texts: Texts) -> Iterator[tuple[int, Tensor]]
 
 def broken_ends(texts: Texts, eos: frozenset[int], limit: int) -> dict[str, int]:
     """Count texts that continue after EOS, end early without EOS, or are longer than the limit."""
-    found = {"go on after EOS": 0, "end early without EOS": 0, "longer than the limit": 0}
+    counts = {"go on after EOS": 0, "end early without EOS": 0, "longer than the limit": 0}
     for new in texts.new:
-        found["go on after EOS"] += any(token in eos for token in new[:-1])
-        found["end early without EOS"] += len(new) < limit and not (new and new[-1] in eos)
-        found["longer than the limit"] += len(new) > limit
-    return {name: count for name, count in found.items() if count}
+        counts["go on after EOS"] += any(token in eos for token in new[:-1])
+        counts["end early without EOS"] += len(new) < limit and not (new and new[-1] in eos)
+        counts["longer than the limit"] += len(new) > limit
+    return {name: count for name, count in counts.items() if count}
 
 
 @torch.inference_mode()
 def greedy_fit(target: TargetModel, texts: Texts, eos: frozenset[int], limit: int) -> dict[str, Any]:
     """Return every token that is not the target's argmax given the text before it, and whether rounding explains it."""
-    found = []
+    divergences = []
     for index, logits in logits_of(target, texts):
         new = torch.tensor(texts.new[index], device=logits.device)
         best, second = logits.topk(2).values.T
@@ -73,14 +73,14 @@ def greedy_fit(target: TargetModel, texts: Texts, eos: frozenset[int], limit: in
         for position, (below, margin, allowed) in enumerate(columns):
             if below > 0:
                 place = {"prompt": index, "position": position, "margin": margin, "gap": below}
-                found.append(place | {"tolerance": allowed, "explained": below < allowed})
+                divergences.append(place | {"tolerance": allowed, "explained": below < allowed})
     broken = broken_ends(texts, eos, limit)
-    unexplained = sum(not each["explained"] for each in found)
+    unexplained = sum(not each["explained"] for each in divergences)
     return {
         "texts": len(texts.new),
         "tokens": sum(map(len, texts.new)),
-        "exact_texts": len(texts.new) - len({each["prompt"] for each in found}),
-        "divergences": found,
+        "exact_texts": len(texts.new) - len({each["prompt"] for each in divergences}),
+        "divergences": divergences,
         "unexplained": unexplained,
         "broken_ends": broken,
         "passed": not unexplained and not broken,
@@ -164,23 +164,23 @@ def strata(sample: Sample) -> dict[str, np.ndarray]:
     """Return groups of tokens by name; each group was known before its tokens were drawn."""
     accepted, before = np.minimum(sample.accepted, DEEPEST), np.minimum(sample.before, DEEPEST)
     more = {depth: " or more" if depth == DEEPEST else "" for depth in range(DEEPEST + 1)}
-    found = {"all": np.ones(len(accepted), dtype=bool), "first token": accepted == PREFILL}
-    found |= {f"{depth}{more[depth]} accepted": accepted == depth for depth in more}
+    groups = {"all": np.ones(len(accepted), dtype=bool), "first token": accepted == PREFILL}
+    groups |= {f"{depth}{more[depth]} accepted": accepted == depth for depth in more}
     for depth in more:
-        found |= {
+        groups |= {
             f"{depth}{more[depth]} accepted, {last}{more[last]} in the step before": (accepted == depth)
             & (before == last)
             for last in more
         }
     step = accepted != PREFILL
-    found |= {
+    groups |= {
         "drafted for": ~np.isnan(sample.draft),
         "after the draft's end": np.isnan(sample.draft) & step & (accepted > 0),
     }
     with np.errstate(invalid="ignore"):
         quarters = np.floor(sample.previous * 4)
-    found |= {f"token before in quarter {quarter + 1}": quarters == quarter for quarter in range(4)}
-    return found
+    groups |= {f"token before in quarter {quarter + 1}": quarters == quarter for quarter in range(4)}
+    return groups
 
 
 def judge(sample: Sample, ends: int, expected_ends: float, alpha: float) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def paired_speedup(rounds: Sequence[list[Run]], baseline: Sequence[list[Run]], s
     Every prompt counts with its ``typical_pair``; prompts without decoded tokens are left out. The interval is of the
     paired bootstrap: it draws prompts with replacement. No interval below two prompts.
     """
-    found = (typical_pair(runs, plain) for runs, plain in zip(rounds, baseline, strict=True))
-    pairs = [pair for pair in found if pair is not None]
+    typical = (typical_pair(runs, plain) for runs, plain in zip(rounds, baseline, strict=True))
+    pairs = [pair for pair in typical if pair is not None]
     if not pairs:
         return Speedup(None, None, None, None)
     figures = [(a.decoded_tokens, a.decode_seconds, b.decoded_tokens, b.decode_seconds) for a, b in pairs]
@@ -145,11 +145,11 @@ def _tau_interval(runs: Sequence[Run], seed: int = 0) -> tuple[float, float] | N
 
 def expected(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the expected tau and speedup of a drafter that chooses options itself, and its latest choice; else {}."""
-    made = [run.expected for run in runs if run.expected is not None]
-    steps, tokens, plain = (sum(float(one[place]) for one in made) for place in range(3))
+    expectations = [run.expected for run in runs if run.expected is not None]
+    steps, tokens, plain = (sum(float(one[place]) for one in expectations) for place in range(3))
     if not steps or not plain:
         return {}
-    return {"expected": {"tau": tokens / steps, "speedup": tokens / plain, "choice": made[-1].choice}}
+    return {"expected": {"tau": tokens / steps, "speedup": tokens / plain, "choice": expectations[-1].choice}}
 
 
 def times(runs: Sequence[Run]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def change(a: np.ndarray, b: np.ndarray, figure: Figure, between: float = 0.0, s
             sign flips together, and the interval is wider accordingly.
     """
     generator, n = np.random.default_rng(seed), len(a)
-    found = np.log(figure(b.sum(0)) / figure(a.sum(0)))
+    log_ratio = np.log(figure(b.sum(0)) / figure(a.sum(0)))
     drawn, flipped = [], []
     for _ in range(SAMPLES // BLOCK):
         times = generator.multinomial(n, np.full(n, 1 / n), size=BLOCK).astype(float)
@@ -51,13 +51,14 @@ def change(a: np.ndarray, b: np.ndarray, figure: Figure, between: float = 0.0, s
         ratios = figure(swapped @ a + (1 - swapped) @ b) / figure(swapped @ b + (1 - swapped) @ a)
         flipped.append(np.log(ratios))
     by_chance = np.concatenate(flipped)
-    p_value = (int((np.abs(by_chance) >= abs(found) - 1e-12).sum()) + 1) / (SAMPLES + 1)
+    p_value = (int((np.abs(by_chance) >= abs(log_ratio) - 1e-12).sum()) + 1) / (SAMPLES + 1)
     low, high = np.log(np.percentile(np.concatenate(drawn), [2.5, 97.5]))
     if between:
-        p_value = max(p_value, math.erfc(abs(found) / math.hypot(by_chance.std(), between) / math.sqrt(2)))
-        low, high = found - math.hypot(found - low, 1.96 * between), found + math.hypot(high - found, 1.96 * between)
+        p_value = max(p_value, math.erfc(abs(log_ratio) / math.hypot(by_chance.std(), between) / math.sqrt(2)))
+        low = log_ratio - math.hypot(log_ratio - low, 1.96 * between)
+        high = log_ratio + math.hypot(high - log_ratio, 1.96 * between)
     values = float(figure(a.sum(0))), float(figure(b.sum(0)))
-    return Change(*values, float(np.exp(found)), (float(np.exp(low)), float(np.exp(high))), p_value, n)
+    return Change(*values, float(np.exp(log_ratio)), (float(np.exp(low)), float(np.exp(high))), p_value, n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -82,11 +82,11 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     )
     facts |= {"config": config.model_dump(mode="json"), "argv": argv, "prompts": len(prompts)}
     if config.engine == "ours":
-        found = ranked(drafter, decoded(drafter, prompts, config, AS_LOADED), prompts, config)
+        figures = ranked(drafter, decoded(drafter, prompts, config, AS_LOADED), prompts, config)
     else:
         theirs, facts["engine_facts"] = served(drafter, prompts, config, console)  # first: it may not run
-        found = compared(drafter, decoded(drafter, prompts, config, AS_LOADED), theirs, prompts, config)
-    return {"format_version": 1, **found, "environment": facts | {"load_average_after": load_average()}}
+        figures = compared(drafter, decoded(drafter, prompts, config, AS_LOADED), theirs, prompts, config)
+    return {"format_version": 1, **figures, "environment": facts | {"load_average_after": load_average()}}
 
 
 def _check_block(drafter: DFlashDrafter | DSparkDrafter, engine: str) -> None:
@@ -116,13 +116,13 @@ def prompts_of(config: ParityConfig, drafter: LearnedDrafter) -> list[list[int]]
     if chosen.count is None and chosen.per_category is None:
         chosen = chosen.model_copy(update={"count": config.count})
     limits = {"max_new_tokens": config.max_new_tokens, "max_context": drafter.max_context}
-    found = load_prompts(chosen, chat_of(config.target).tokenizer, warmup=0, **limits)
-    return [prompt.ids for prompt in found.measured]
+    prompt_set = load_prompts(chosen, chat_of(config.target).tokenizer, warmup=0, **limits)
+    return [prompt.ids for prompt in prompt_set.measured]
 
 
 def decoded(drafter: LearnedDrafter, prompts: list[list[int]], config: ParityConfig, name: str) -> list[Outcome]:
     """Decode the prompts in our loop, in batches."""
-    found = []
+    outcomes = []
     with Bar(total=len(prompts), unit=" prompts", desc=name, leave=False) as bar:
         for start in range(0, len(prompts), config.batch):
             some = prompts[start : start + config.batch]
@@ -135,18 +135,18 @@ def decoded(drafter: LearnedDrafter, prompts: list[list[int]], config: ParityCon
             )
             for row, (tokens, length) in enumerate(zip(result.tokens.tolist(), result.lengths, strict=True)):
                 trace = Trace([step for step in result.trace.steps if step.row == row])
-                found.append(Outcome(tokens[:length], 0.0, 0.0, trace))
+                outcomes.append(Outcome(tokens[:length], 0.0, 0.0, trace))
             bar.update(len(some))
-    return found
+    return outcomes
 
 
 def served(
     drafter: Head, prompts: list[list[int]], config: ParityConfig, console: Console
 ) -> tuple[list[Outcome], dict[str, Any]]:
     """Decode the prompts in the engine, one at a time; returns its facts, too."""
-    given = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": drafter.shaper.depth}
-    given |= {"checkpoint": config.checkpoint, "python": config.python, "module": config.module}
-    entry = EngineEntry.model_validate(given)
+    options = {"label": config.engine, "engine": config.engine, "method": drafter.name, "gamma": drafter.shaper.depth}
+    options |= {"checkpoint": config.checkpoint, "python": config.python, "module": config.module}
+    entry = EngineEntry.model_validate(options)
     limits = Limits(config.max_new_tokens, eos=eos_ids(drafter.target, None))
     with contextlib.ExitStack() as stack:
         engines = Engines(config, [entry], stack, console)
@@ -154,16 +154,16 @@ def served(
         if (reason := engines.facts["engines_left_out"].get(entry.label)) is not None:
             raise Failure(f"{config.engine} does not run: {reason}")
         decode = engines.methods(0.0, limits)[entry.label]
-        found = []
+        outcomes = []
         with Bar(total=len(prompts), unit=" prompts", desc=config.engine, leave=False) as bar:
             for prompt in prompts:
-                found.append(decode([prompt], 0, config.max_new_tokens))
-                if (failure := found[-1].failure) is not None:
-                    raise Failure(f"{config.engine} failed on prompt {len(found)} of {len(prompts)}: {failure}")
-                if found[-1].trace is None:
+                outcomes.append(decode([prompt], 0, config.max_new_tokens))
+                if (failure := outcomes[-1].failure) is not None:
+                    raise Failure(f"{config.engine} failed on prompt {len(outcomes)} of {len(prompts)}: {failure}")
+                if outcomes[-1].trace is None:
                     raise Failure(f"{config.engine} does not report its steps, so acceptance is not known")
                 bar.update(1)
-        return found, engines.facts["engines"][entry.label]
+        return outcomes, engines.facts["engines"][entry.label]
 
 
 def known(drafter: Head) -> tuple[Mistake, ...]:
@@ -186,7 +186,7 @@ def compared(
     readings, named = [loaded], list[Reading]()
     if not loaded.within:
         tried = mistaken(drafter, prompts, config)
-        readings += [reading(name, check, made, theirs, drafter.shaper.depth) for name, check, made in tried]
+        readings += [reading(name, check, outcomes, theirs, drafter.shaper.depth) for name, check, outcomes in tried]
         named = explaining(readings[1:])
     advice = {one.name: f"check {one.check}" for one in named}
     if loaded.drafted_apart < 0 and not loaded.as_long and not any(one.as_long for one in named):
@@ -204,9 +204,9 @@ def compared(
 def ranked(drafter: Head, ours: list[Outcome], prompts: list[list[int]], config: ParityConfig) -> dict[str, Any]:
     """Return which readings of the checkpoint accept most; that as loaded should be among them."""
     every = [(AS_LOADED, "", ours), *mistaken(drafter, prompts, config)]
-    readings = [reading(name, check, made, ours, drafter.shaper.depth) for name, check, made in every]
-    best = most_accepted({name: made for name, _, made in every})
-    gains = {name: gain(ours, made) for name, _, made in every[1:]}
+    readings = [reading(name, check, outcomes, ours, drafter.shaper.depth) for name, check, outcomes in every]
+    best = most_accepted({name: outcomes for name, _, outcomes in every})
+    gains = {name: gain(ours, outcomes) for name, _, outcomes in every[1:]}
     fixes = {mistake.name: mistake.fix for mistake in known(drafter)}
     return {
         "verdict": PASS if AS_LOADED in best else FAULT,
@@ -223,6 +223,6 @@ def ranked(drafter: Head, ours: list[Outcome], prompts: list[list[int]], config:
 
 def _described(one: Reading) -> dict[str, Any]:
     alike = None if one.alike is None else one.alike._asdict()
-    found = {"name": one.name, "check": one.check, **as_json(one.acceptance)}
-    found |= {"apart": one.apart, "tau_apart": one.tau_apart, "drafted_apart": one.drafted_apart}
-    return found | {"within": one.within, "alike": alike}
+    figures = {"name": one.name, "check": one.check, **as_json(one.acceptance)}
+    figures |= {"apart": one.apart, "tau_apart": one.tau_apart, "drafted_apart": one.drafted_apart}
+    return figures | {"within": one.within, "alike": alike}

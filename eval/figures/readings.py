@@ -103,12 +103,12 @@ def agreement(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate | None
 
 def _by_start(outcome: Outcome, upto: int) -> list[tuple[int, Step]]:
     """The steps with at most ``upto`` tokens before them, and the number of these tokens."""
-    found, start = [], outcome.first_tokens
+    steps, start = [], outcome.first_tokens
     for step in outcome.trace.steps if outcome.trace is not None else ():
         if start <= upto:
-            found.append((start, step))
+            steps.append((start, step))
         start += step.committed
-    return found
+    return steps
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def reading(
     name: str, check: str, ours: Sequence[Outcome], theirs: Sequence[Outcome], depth: int, paired: bool = True
 ) -> Reading:
     """Compare a reading with what an engine did; ``paired``: on the same prompts."""
-    own, engine = acceptance(ours, depth), acceptance(theirs, depth)
-    gaps = [apart(one, other) for one, other in zip(engine.cumulative, own.cumulative, strict=True)]
-    more = apart(engine.tau, own.tau), apart(engine.drafted, own.drafted)
-    return Reading(name, check, own, gaps, *more, agreement(ours, theirs) if paired else None)
+    loop, engine = acceptance(ours, depth), acceptance(theirs, depth)
+    gaps = [apart(one, other) for one, other in zip(engine.cumulative, loop.cumulative, strict=True)]
+    more = apart(engine.tau, loop.tau), apart(engine.drafted, loop.drafted)
+    return Reading(name, check, loop, gaps, *more, agreement(ours, theirs) if paired else None)
 
 
 def explaining(readings: Sequence[Reading]) -> list[Reading]:
@@ -204,12 +204,12 @@ def prompts_needed(rate: Rate, prompts: int) -> int | None:
     return math.ceil(prompts * (MOST_APART * rate.error / rate.value) ** 2) if rate.value else None
 
 
-def as_json(found: Acceptance) -> dict[str, Any]:
+def as_json(figures: Acceptance) -> dict[str, Any]:
     """Return the figures as ``parity.json`` holds them."""
 
     def one(rate: Rate | None) -> dict[str, float] | None:
         return None if rate is None else rate._asdict()
 
-    by_position = {"cumulative": found.cumulative, "conditional": found.conditional}
-    whole = {"tau": one(found.tau), "drafted": one(found.drafted)}
+    by_position = {"cumulative": figures.cumulative, "conditional": figures.conditional}
+    whole = {"tau": one(figures.tau), "drafted": one(figures.drafted)}
     return whole | {name: [one(rate) for rate in rates] for name, rates in by_position.items()}

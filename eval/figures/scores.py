@@ -16,10 +16,14 @@ Tokens = tuple[int, ...]
 
 
 class Logits(NamedTuple):
-    """Of a token of an output: negative log-likelihood in nats, its logit, the two best and the largest absolute."""
+    """Logits at a token of an output.
+
+    ``loss``: the token's negative log-likelihood in nats. ``chosen``: its logit. ``best``, ``second``: the two largest
+    logits. ``scale``: the largest absolute logit.
+    """
 
     loss: float
-    own: float
+    chosen: float
     best: float
     second: float
     scale: float
@@ -46,8 +50,8 @@ class Scores:
         """Return the logits of every token of an output."""
         key = prompt, tuple(tokens)
         if key not in self._known:
-            found = score(self.target, self._prompts[prompt], self._waiting.pop(prompt, set()) | {key[1]})
-            self._known.update({(prompt, output): logits for output, logits in found.items()})
+            scored = score(self.target, self._prompts[prompt], self._waiting.pop(prompt, set()) | {key[1]})
+            self._known.update({(prompt, output): logits for output, logits in scored.items()})
         return self._known[key]
 
     def perplexity(self, runs: Sequence[Run]) -> dict[str, Any]:
@@ -78,24 +82,24 @@ def score(target: TargetModel, prompt: list[int], outputs: set[Tokens]) -> dict[
     if body:
         target.run(torch.tensor([body], device=target.device), cache)
         cache.commit_first([len(body)])
-    found: dict[Tokens, list[Logits]] = {}
+    scored: dict[Tokens, list[Logits]] = {}
     before: Tokens = ()
     for tokens in sorted(outputs):
         same = len(commonprefix([before, tokens]))
         cache.crop([len(body) + same])
-        given = torch.tensor([[root, *tokens][same : len(tokens)]], device=target.device)
-        features = target.run(given, cache).features[0]
-        cache.commit_first([given.shape[1]])
-        found[tokens] = found[before][:same] if before else []
+        new = torch.tensor([[root, *tokens][same : len(tokens)]], device=target.device)
+        features = target.run(new, cache).features[0]
+        cache.commit_first([new.shape[1]])
+        scored[tokens] = scored[before][:same] if before else []
         for rows, ids in zip(features.split(ROWS), torch.tensor(tokens[same:]).split(ROWS), strict=True):
             logits = target.lm_head(rows).float()  # [rows, V]
-            own = logits.gather(-1, ids.to(rows.device)[:, None])[:, 0]
+            chosen = logits.gather(-1, ids.to(rows.device)[:, None])[:, 0]
             best = logits.topk(2).values
-            columns = logits.logsumexp(-1) - own, own, best[:, 0], best[:, 1], logits.abs().amax(-1)
-            found[tokens] += [Logits(*row) for row in torch.stack(columns, 1).double().tolist()]
+            columns = logits.logsumexp(-1) - chosen, chosen, best[:, 0], best[:, 1], logits.abs().amax(-1)
+            scored[tokens] += [Logits(*row) for row in torch.stack(columns, 1).double().tolist()]
         before = tokens
     cache.release()
-    return found
+    return scored
 
 
 @torch.inference_mode()

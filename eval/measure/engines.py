@@ -102,8 +102,8 @@ class Engines:
         if layers == 1:
             return {}
         fault = "the first layer's k_norm for the context keys of all layers"
-        told = f"{entry.label}: the head has {layers} layers, and vLLM on a CPU takes {fault}, so it accepts less"
-        self._console.print(f"{told}; serve a head of one layer, or serve on a GPU", style="bold", markup=False)
+        message = f"{entry.label}: the head has {layers} layers, and vLLM on a CPU takes {fault}, so it accepts less"
+        self._console.print(f"{message}; serve a head of one layer, or serve on a GPU", style="bold", markup=False)
         return {"with": fault}
 
     def _head(self, entry: EngineEntry) -> Path:
@@ -118,9 +118,9 @@ class Engines:
             shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have exported an older head
             export(entry.checkpoint, entry.engine, folder, chosen.path)
             drafter = str(folder)  # always the same name: vLLM finds its compiled code by it
-        own = {"method", "gamma", "min_ngram", "max_ngram", "gguf_type", "repack"}
+        options = {"method", "gamma", "min_ngram", "max_ngram", "gguf_type", "repack"}
         return {
-            **entry.model_dump(mode="json", include=own),
+            **entry.model_dump(mode="json", include=options),
             "target": _absolute(chosen.path),
             "revision": chosen.revision,
             "dtype": dtype_name(resolve_dtype(chosen.dtype, resolve_device(chosen.device))),

@@ -23,10 +23,10 @@ def conditions(paths: Iterable[str], device: str | None, threads: int | None) ->
 
     ``paths`` are all models, checkpoints and phrase pools; ``device`` and ``threads`` are as configured.
     """
-    found = machine(resolve_device(device))
+    facts = machine(resolve_device(device))
     return {
-        **{name: value for name, value in found.items() if name != "dirty"},  # the digest of the code is more precise
-        "threads": threads or found["threads"],
+        **{name: value for name, value in facts.items() if name != "dirty"},  # the digest of the code is more precise
+        "threads": threads or facts["threads"],
         "code": code_digest(),
         # Distinguishes equal machines without their names in a published report.
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
@@ -48,12 +48,12 @@ def digest(value: Any) -> str:
 
 def code_digest() -> str:
     """Return a hash of the code: a commit does not identify it if the tree has changes, or outside of git."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for package in (drafters, data_prep, eval):
         folder = Path(str(package.__file__)).parent
         for file in sorted(folder.rglob("*.py")):
-            found.update(f"{package.__name__}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
-    return found.hexdigest()[:16]
+            hasher.update(f"{package.__name__}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return hasher.hexdigest()[:16]
 
 
 def _state(path: str) -> list[Any]:

@@ -149,18 +149,20 @@ class RunJournal:
         self._append(journal_line(run, *prompts))
         self.runs.append(run)
 
-    def end(self, found: dict[str, Any]) -> None:
+    def end(self, facts: dict[str, Any]) -> None:
         """Append the last line: everything besides the runs that the report needs."""
-        self._append({END: found})
+        self._append({END: facts})
 
-    def kept(self) -> str:
+    def resume_notice(self) -> str:
         """Return what an interrupted run leaves, and the command that resumes it."""
         if self.path.name == JOURNAL:
             return f"report.json and {JOURNAL} in {self.path.parent} are complete; to measure again: {command()}"
         prompts = Counter((run.temperature, run.batch, run.round, run.prompt) for run in self.runs)
         whole = sum(runs for place, runs in prompts.items() if runs == len(self._methods(*place[:2])))
-        kept = f"{whole:,} runs, of complete prompts, are kept in {self.path}" if whole else "no prompt is complete yet"
-        return f"{kept}; to resume: {command()}"
+        progress = (
+            f"{whole:,} runs, of complete prompts, are kept in {self.path}" if whole else "no prompt is complete yet"
+        )
+        return f"{progress}; to resume: {command()}"
 
     def gather(self) -> bool:
         """Return whether all processes have measured their shares; then ``runs`` has all. Call in ``folder_lock``."""
@@ -174,9 +176,14 @@ class RunJournal:
         """Return the lines of all processes: the starts, the runs and the end."""
         lines = [line for path in self._all for line in _lines_of(path)]
         first, *starts = (start for line in lines if (start := line.get("environment") or line.get("resumed")))
-        told = [{"resumed": {name: start[name] for name in START}} for start in starts]
+        resumptions = [{"resumed": {name: start[name] for name in START}} for start in starts]
         begun = {"environment": first, "identity": self._identity}
-        return [begun, *told, *(line for line in lines if "method" in line), *(line for line in lines if END in line)]
+        return [
+            begun,
+            *resumptions,
+            *(line for line in lines if "method" in line),
+            *(line for line in lines if END in line),
+        ]
 
     def finish(self) -> None:
         """Give the journal its final name, after the report was written; delete those of other identities."""
@@ -228,13 +235,13 @@ def json_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     end = 0
     for line in file.readlines():
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except ValueError:
             return
-        if not line.endswith(b"\n") or not isinstance(found, dict):
+        if not line.endswith(b"\n") or not isinstance(value, dict):
             return
         end += len(line)
-        yield end, found
+        yield end, value
 
 
 def _lines_of(path: Path) -> Lines:

@@ -103,12 +103,12 @@ def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel])
 
 def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
     """Return the training records of its checkpoints; empty if it has none."""
-    found = []
+    records = []
     for one in _within(drafter):
         if isinstance(one, LearnedDrafter) and (training := one.provenance.get("training")):
-            told = {name: training[name] for name in KEPT if training.get(name) is not None}
-            found.append({"drafter": one.name, **told, "init_from": training.get("config", {}).get("init_from")})
-    return found
+            record = {name: training[name] for name in KEPT if training.get(name) is not None}
+            records.append({"drafter": one.name, **record, "init_from": training.get("config", {}).get("init_from")})
+    return records
 
 
 def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
@@ -117,8 +117,8 @@ def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
         holder = one.head if isinstance(one, LearnedDrafter) else one
         for value in vars(holder).values():
             for head in value if isinstance(value, list) else [value]:
-                if isinstance(head, DraftHead) and (found := head.vocabulary()) is not None:
-                    return found
+                if isinstance(head, DraftHead) and (vocabulary := head.vocabulary()) is not None:
+                    return vocabulary
     return None
 
 

@@ -56,12 +56,14 @@ def remade(drafter: DrafterT, module: nn.Module | None = None, wrong: type | Non
         module = type(old)(drafter.target.config, shape)
         module.load_state_dict(old.state_dict())
     module = copy.deepcopy(old) if module is None else module
-    made = type(drafter)(drafter.target, module, drafter.settings.model_copy(update=options))
+    variant = type(drafter)(drafter.target, module, drafter.settings.model_copy(update=options))
     if wrong is not None:
-        head: Any = type(wrong.__name__, (wrong, type(made.head)), {})(made.target, made.module, made.settings)
+        head: Any = type(wrong.__name__, (wrong, type(variant.head)), {})(
+            variant.target, variant.module, variant.settings
+        )
         head.one_call = None  # it would skip ``extend``
-        made.hold(head, made.shaper, made.max_draft)
-    return made
+        variant.hold(head, variant.shaper, variant.max_draft)
+    return variant
 
 
 class _Wrong(FeatureHead):
@@ -235,11 +237,11 @@ def turn_otherwise(drafter: EagleDrafter, turned: Callable[[dict[str, Any]], dic
     if "rope_theta" not in parameters or turned(parameters) == parameters:  # some have one for each kind of layer
         return None
     config.rope_parameters = turned(parameters)
-    made = remade(drafter)
-    head: Any = made.head
+    variant = remade(drafter)
+    head: Any = variant.head
     rotary = Rotary(type(module.rotary_emb)(config), config)
-    head.part.rope, head.one_call = made.target.runner.part(list(module.layers), rotary=rotary).rope, None
-    return made
+    head.part.rope, head.one_call = variant.target.runner.part(list(module.layers), rotary=rotary).rope, None
+    return variant
 
 
 class _BeforeNorm(_Wrong):

@@ -41,14 +41,14 @@ class Models:
 
     def assistants(self, paths: Mapping[str, str]) -> dict[str, TargetModel]:
         """Return the draft models of stock generation by label, shared with drafters."""
-        found = {label: load_draft_model(self.target, self.draft_model(path)) for label, path in paths.items()}
-        for label, assistant in found.items():
-            if (own := assistant.config.vocab_size) != (size := self.target.config.vocab_size):
+        assistants = {label: load_draft_model(self.target, self.draft_model(path)) for label, path in paths.items()}
+        for label, assistant in assistants.items():
+            if (tokens := assistant.config.vocab_size) != (size := self.target.config.vocab_size):
                 raise ValueError(
-                    f"{label}: the assistant {assistant.name} has a vocabulary of {own} tokens and the target one of "
-                    f"{size}; stock generate needs equal sizes, the drafter speculative does not: remove the entry"
+                    f"{label}: the assistant {assistant.name} has a vocabulary of {tokens} tokens and the target one "
+                    f"of {size}; stock generate needs equal sizes, the drafter speculative does not: remove the entry"
                 )
-        return found
+        return assistants
 
 
 def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank = ALONE) -> Models:

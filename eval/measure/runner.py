@@ -112,11 +112,11 @@ class Run(Outcome):
         shared: dict[str, Any] = dict.fromkeys(("prefill_seconds", "decode_seconds", "wall_seconds"), 0.0)
         shared |= {"energy_joules": None, "host_energy_joules": None}
         bare = replace(self, **shared, first_tokens=1, lengths=())
-        found = []
+        outputs = []
         for row, tokens in enumerate(self.rows()):
             trace = Trace([step for step in self.trace.steps if step.row == row]) if self.trace else None
-            found.append(replace(bare, prompt=self.prompt + row, tokens=tokens, trace=trace))
-        return found
+            outputs.append(replace(bare, prompt=self.prompt + row, tokens=tokens, trace=trace))
+        return outputs
 
 
 # Arguments: ids of one prompt or of a batch of prompts, a seed, and the largest number of new tokens of each.
@@ -210,28 +210,28 @@ def _run(
         with meter.measure() if meter else contextlib.nullcontext(Reading()) as joules:
             start = time.perf_counter()
             # The seed depends on the prompt only: all methods draw the same numbers, and rounds repeat each other.
-            made = methods[method]([prompt.ids for prompt in prompts], limits.seed + index, most)
+            outcome = methods[method]([prompt.ids for prompt in prompts], limits.seed + index, most)
             wall = time.perf_counter() - start
-        if made.failure is None:
-            check_tokens(made, replace(limits, max_new_tokens=most))
+        if outcome.failure is None:
+            check_tokens(outcome, replace(limits, max_new_tokens=most))
     except Exception as error:
-        told = ", ".join(f"{prompt.id!r} ({len(prompt.ids)} tokens)" for prompt in prompts)
+        listed = ", ".join(f"{prompt.id!r} ({len(prompt.ids)} tokens)" for prompt in prompts)
         reason = f"{type(error).__name__}: {error}"
         if needed(method):
             raise MeasurementError(
-                f"{method} failed at temperature {temperature:g} on prompt {told}: {reason}"
+                f"{method} failed at temperature {temperature:g} on prompt {listed}: {reason}"
             ) from error
         failed[key] = f"{'in the warm-up, ' if index < 0 else ''}{reason}{_where(error)}"
         return Run([], 0.0, 0.0, failure=failed[key], lengths=lengths, wall_seconds=0.0, **place)
     place |= {"energy_joules": joules.device, "host_energy_joules": joules.host}
-    return Run(**vars(made), **place, wall_seconds=wall)
+    return Run(**vars(outcome), **place, wall_seconds=wall)
 
 
 def _where(error: BaseException) -> str:
     """Return the innermost line of this project in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
-    return f" ({Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno})" if own else ""
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
+    return f" ({Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno})" if ours else ""
 
 
 def method_order(methods: list[str], index: int, seed: int) -> list[str]:
@@ -274,11 +274,11 @@ def drafter_method(
 
 def expected_of(drafter: Drafter, before: Expected | None = None) -> Expected | None:
     """Return what a drafter that chooses options itself (``auto``) has expected, so far or since ``before``."""
-    found = drafter.policy.expected() if drafter.policy else None
-    if found is None or before is None:
-        return found
-    steps, tokens, plain = (now - then for now, then in zip(found[:3], before[:3], strict=True))
-    return Expected(steps, tokens, plain, found.choice)
+    expected = drafter.policy.expected() if drafter.policy else None
+    if expected is None or before is None:
+        return expected
+    steps, tokens, plain = (now - then for now, then in zip(expected[:3], before[:3], strict=True))
+    return Expected(steps, tokens, plain, expected.choice)
 
 
 def joined(rows: list[list[int]]) -> tuple[list[int], tuple[int, ...]]:
@@ -286,12 +286,12 @@ def joined(rows: list[list[int]]) -> tuple[list[int], tuple[int, ...]]:
     return list(itertools.chain(*rows)), tuple(map(len, rows)) if len(rows) > 1 else ()
 
 
-def check_tokens(made: Outcome, limits: Limits) -> None:
+def check_tokens(outcome: Outcome, limits: Limits) -> None:
     """Raise ValueError if an output breaks the rules of counting, which are the same for all methods."""
-    for tokens in made.rows():
+    for tokens in outcome.rows():
         if not 1 <= len(tokens) <= limits.max_new_tokens:
             raise ValueError(f"{len(tokens)} new tokens, expected 1 to {limits.max_new_tokens}")
         if any(token in limits.eos for token in tokens[:-1]):
             raise ValueError(f"tokens after EOS are counted: {tokens}")
-    if not made.batch <= made.first_tokens <= len(made.tokens):
-        raise ValueError(f"the prefill cannot have given {made.first_tokens} of {len(made.tokens)} tokens")
+    if not outcome.batch <= outcome.first_tokens <= len(outcome.tokens):
+        raise ValueError(f"the prefill cannot have given {outcome.first_tokens} of {len(outcome.tokens)} tokens")

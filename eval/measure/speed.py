@@ -92,12 +92,12 @@ class Session:
         longest = max((len(prompt.ids) for prompt in self.prompts.measured), default=0)
         target, limits, stock = self.models.target, self.limits, self.models.stock
         drafters = self.lineup.fresh(temperature, batch).items()
-        found = {name: drafter_method(target, one, temperature, limits, longest) for name, one in drafters}
+        methods = {name: drafter_method(target, one, temperature, limits, longest) for name, one in drafters}
         for entry in self.config.stock if batch == 1 else ():
-            found[entry.label] = stock_method(stock, temperature, limits, entry, self.assistants.get(entry.label))
+            methods[entry.label] = stock_method(stock, temperature, limits, entry, self.assistants.get(entry.label))
         if self.config.stock_generate:
-            found[STOCK] = stock_method(stock, temperature, limits)
-        return found if self.engines is None else {**found, **self.engines.methods(temperature, limits)}
+            methods[STOCK] = stock_method(stock, temperature, limits)
+        return methods if self.engines is None else {**methods, **self.engines.methods(temperature, limits)}
 
     def identity(self) -> Identity:
         """Return what runs must share to be in one report; see ``eval.measure.identity``."""
@@ -107,8 +107,8 @@ class Session:
         names += ["files"] if "processes" in facts else ["files", "host"]  # processes may be on several equal machines
         names += [name for name in ("engines", "processes") if name in facts]
         ids = [[prompt.ids for prompt in some] for some in (prompts.measured, prompts.warmup)]
-        own = {"config": config, "weights": facts["target"]["fingerprint"], "prompt_tokens": digest(ids)}
-        return own | {name: facts[name] for name in names}
+        inputs = {"config": config, "weights": facts["target"]["fingerprint"], "prompt_tokens": digest(ids)}
+        return inputs | {name: facts[name] for name in names}
 
 
 def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:
@@ -125,8 +125,10 @@ def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:
 def prompts_for(config: SpeedConfig, target: TargetModel, max_context: int, limits: Limits) -> PromptSet:
     """Return the prompts that every batch size measures, with later turns if a suite has them."""
     tokenizer, most = chat_of(config.target).tokenizer, limits.max_new_tokens
-    found = load_prompts(config.prompts, tokenizer, warmup=config.warmup, max_new_tokens=most, max_context=max_context)
-    answers = {prompt.max_new_tokens or most for prompt in found.measured}
+    prompts = load_prompts(
+        config.prompts, tokenizer, warmup=config.warmup, max_new_tokens=most, max_context=max_context
+    )
+    answers = {prompt.max_new_tokens or most for prompt in prompts.measured}
     if max(config.batch) > 1 and len(answers) > 1:
         raise ValueError(
             f"batch is {config.batch}, and the suites' answers have at most {shown_sizes(sorted(answers))} new tokens: "
@@ -141,24 +143,26 @@ def prompts_for(config: SpeedConfig, target: TargetModel, max_context: int, limi
         return longest_prompt(config.prompts, prompt.max_new_tokens or most, max_context)
 
     decoding = [str(fact) for fact in (target.fingerprint(), target.dtype, target.quantize, most)]
-    found = with_later_turns(found, tokenizer, answer, longest, config.out / ANSWERS, decoding)
-    return in_whole_batches(found, config.batch)
+    prompts = with_later_turns(prompts, tokenizer, answer, longest, config.out / ANSWERS, decoding)
+    return in_whole_batches(prompts, config.batch)
 
 
 def refused(config: SpeedConfig, lineup: Lineup) -> list[dict[str, Any]]:
     """Return the methods that cannot decode batches of a size, with the largest batch of each."""
-    found: list[dict[str, Any]] = []
+    refusals: list[dict[str, Any]] = []
     for temperature, batch in itertools.product(config.temperatures, config.batch):
-        own = lineup.largest(temperature)
-        every = own | {entry.label: 1 for entry in config.stock}
+        largest = lineup.largest(temperature)
+        every = largest | {entry.label: 1 for entry in config.stock}
         most = {name: rows for name, rows in every.items() if rows < batch}
-        if most and len(own.keys() - most.keys()) == 1:  # only plain decoding is left
+        if most and len(largest.keys() - most.keys()) == 1:  # only plain decoding is left
             raise ValueError(
                 f"batch is {batch}, but the methods {shortened(list(most))} decode at most {max(most.values())} row(s) "
                 "at once: remove that batch size, or add a drafter that decodes it"
             )
-        found += [{"drafter": name, "temperature": temperature, "batch": batch, "most": n} for name, n in most.items()]
-    return found
+        refusals += [
+            {"drafter": name, "temperature": temperature, "batch": batch, "most": n} for name, n in most.items()
+        ]
+    return refusals
 
 
 def conditions_of(config: SpeedConfig) -> Identity:
@@ -169,7 +173,7 @@ def conditions_of(config: SpeedConfig) -> Identity:
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:
     """Return the report's ``environment``."""
     limits = ("max_new_tokens", "ignore_eos", "temperatures", "top_k", "top_p", "rounds", "warmup", "seed")
-    own = {
+    settings = {
         "batch": config.batch[0] if len(config.batch) == 1 else config.batch,
         "prompt_set": prompts.describe(),
         "limits": {name: getattr(config, name) for name in limits},
@@ -177,7 +181,7 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
         "argv": argv,
     }
     programs = {"programs": confinement()} if config.prompts.run_code else {}
-    return environment(target) | conditions_of(config) | own | programs
+    return environment(target) | conditions_of(config) | settings | programs
 
 
 def measure_all(session: Session, journal: RunJournal, rank: Rank) -> None:
@@ -189,10 +193,10 @@ def measure_all(session: Session, journal: RunJournal, rank: Rank) -> None:
     meter = EnergyMeter(session.models.target.device, shared=rank.count > 1)
     done = list(journal.runs)
     with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:
-        given = session.methods, measured, prompts.warmup, config.temperatures, config.rounds, session.limits
+        arguments = session.methods, measured, prompts.warmup, config.temperatures, config.rounds, session.limits
         remembering = session.lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
         needed = session.plain.__eq__
-        for run in measure(*given, meter, done, remembering, config.batch, session.share, needed):
+        for run in measure(*arguments, meter, done, remembering, config.batch, session.share, needed):
             journal.write(run, *prompts.measured[run.prompt : run.prompt + run.batch])
             bar.set_description(f"{run.method:<24}", refresh=False)
             bar.update()

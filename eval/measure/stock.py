@@ -43,14 +43,14 @@ def stock_method(
         width = max(map(len, prompts))
         input_ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=target.device)
         lengths = torch.tensor([[len(ids)] for ids in prompts], device=target.device)
-        given = torch.arange(width, device=target.device) >= width - lengths
+        mask = torch.arange(width, device=target.device) >= width - lengths
         streamer = _Timestamps()
         torch.manual_seed(seed)
         with _only(target, settings), _only(assistant, drafting):
             start = time.perf_counter()
             output = target.model.generate(
                 input_ids,
-                attention_mask=given.long(),
+                attention_mask=mask.long(),
                 generation_config=settings,
                 streamer=streamer,
                 **assisted,
@@ -94,11 +94,11 @@ def _only(model: TargetModel | None, settings: GenerationConfig) -> Iterator[Non
         yield
         return
     inner: Any = model.model
-    own, inner.generation_config = inner.generation_config, settings
+    original, inner.generation_config = inner.generation_config, settings
     try:
         yield
     finally:
-        inner.generation_config = own
+        inner.generation_config = original
 
 
 class _Timestamps:

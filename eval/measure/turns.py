@@ -22,45 +22,45 @@ Answer = Callable[[Prompt], list[int]]  # returns the tokens of a prompt's answe
 
 
 def with_later_turns(
-    prompts: PromptSet, tokenizer: Any, answer: Answer, longest: Callable[[Prompt], int], kept: Path, target: list[str]
+    prompts: PromptSet, tokenizer: Any, answer: Answer, longest: Callable[[Prompt], int], path: Path, target: list[str]
 ) -> PromptSet:
     """Add the later turns after every prompt that has them; turns that are too long are counted as skipped.
 
     Args:
         answer: plain decoding of the target. longest: largest number of tokens of a prompt.
-        kept: file of the answers, each made once, so that a resumed run has the same prompts. Of several processes one
-            makes the answers while the others wait.
+        path: file of the answers. Each is made once, so that a resumed run has the same prompts. Of several processes
+            one makes the answers while the others wait.
         target: identifies the target; answers of others are not used.
     """
     if not any(prompt.record is not None and prompt.record.later for prompt in prompts.measured):
         return prompts
-    found, skipped = [], prompts.skipped.copy()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.open("ab+") as file:
-        lock_file(kept.parent, file, fcntl.LOCK_EX)
+    measured, skipped = [], prompts.skipped.copy()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        lock_file(path.parent, file, fcntl.LOCK_EX)
         lines = list(json_lines(file))
         file.truncate(lines[-1][0] if lines else 0)  # a kill may have left half a line
         known = {line["prompt"]: line["tokens"] for _, line in lines}
         for first in prompts.measured:
-            found.append(first)
+            measured.append(first)
             later = first.record.later if first.record is not None else ()
             for turn, text in enumerate(later, start=2):
-                key = digest([target, found[-1].ids, found[-1].max_new_tokens])
+                key = digest([target, measured[-1].ids, measured[-1].max_new_tokens])
                 if key not in known:
-                    known[key] = answer(found[-1])
-                    with naming(kept):
+                    known[key] = answer(measured[-1])
+                    with naming(path):
                         file.write(json.dumps({"prompt": key, "tokens": known[key]}).encode() + b"\n")
                         file.flush()
-                following = _after(found[-1], known[key], text, turn, tokenizer)
+                following = _after(measured[-1], known[key], text, turn, tokenizer)
                 if len(following.ids) > longest(following):
                     skipped["too_long"] += len(later) - turn + 2
                     break
-                found.append(following)
-    return replace(prompts, measured=found, skipped=skipped)
+                measured.append(following)
+    return replace(prompts, measured=measured, skipped=skipped)
 
 
 def _after(prompt: Prompt, answer: list[int], text: str, turn: int, tokenizer: Any) -> Prompt:
-    told = tokenizer.decode(answer, skip_special_tokens=True)
-    messages = [*prompt.question, {"role": "assistant", "content": told}, {"role": "user", "content": text}]
+    content = tokenizer.decode(answer, skip_special_tokens=True)
+    messages = [*prompt.question, {"role": "assistant", "content": content}, {"role": "user", "content": text}]
     first = prompt.id.removesuffix(f"/{prompt.turn}") if prompt.turn > 1 else prompt.id
     return replace(prompt, id=f"{first}/{turn}", ids=render(tokenizer, messages), question=messages, turn=turn)

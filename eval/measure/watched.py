@@ -48,9 +48,9 @@ class Watched:
         def watching(
             draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
         ) -> Verdict:
-            given = Distributions(draft, logits.shape[-1])
+            distributions = Distributions(draft, logits.shape[-1])
             verdict = rule(draft, logits, see, sampling, generator)
-            after = [[given.after(row, node - 1) for node in path] for row, path in enumerate(verdict.rows)]
+            after = [[distributions.after(row, node - 1) for node in path] for row, path in enumerate(verdict.rows)]
             self.seen.append((verdict, after))
             return verdict
 
@@ -58,12 +58,14 @@ class Watched:
 
     def known(self, row: int) -> list[Known]:
         """Return ``Known`` for every new token of a batch row; call it after the row has ended."""
-        found, before = [Known(PREFILL, None, None)], None
+        tokens, before = [Known(PREFILL, None, None)], None
         for verdict, after in self.seen:
             path = verdict.rows[row]  # the part that the loop kept
-            found += [Known(accepted, before, q) for accepted, (_, q) in enumerate(zip(path, after[row], strict=False))]
+            tokens += [
+                Known(accepted, before, q) for accepted, (_, q) in enumerate(zip(path, after[row], strict=False))
+            ]
             before = len(path) - 1
-        return found
+        return tokens
 
 
 class Distributions:

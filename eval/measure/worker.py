@@ -89,15 +89,15 @@ class Worker:
         if not answer.endswith("\n"):
             raise self._ended(late.is_set())
         try:
-            found = json.loads(answer)
+            reply = json.loads(answer)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            reply = None
+        if not isinstance(reply, dict):
             last = self._process.last_line()
             raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {last}")
-        if "error" in found:
-            raise WorkerError(f"{' '.join(str(found['error']).split())} (see {self.log})")
-        return found
+        if "error" in reply:
+            raise WorkerError(f"{' '.join(str(reply['error']).split())} (see {self.log})")
+        return reply
 
     def _ended(self, late: bool) -> WorkerError:
         """Return the error of a process that gave no answer."""
@@ -135,9 +135,9 @@ def worker_method(worker: Worker, temperature: float, limits: Limits, vocabulary
     def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         (ids,) = prompts
         try:
-            made = worker.ask(question(ids, seed, temperature, most))
+            reply = worker.ask(question(ids, seed, temperature, most))
             try:
-                outcome = _outcome(validate(Answer, made, "the engine's answer"), vocabulary)
+                outcome = _outcome(validate(Answer, reply, "the engine's answer"), vocabulary)
                 check_tokens(outcome, replace(limits, max_new_tokens=most))
             except ValueError as error:
                 raise worker.give_up(WorkerError(f"{error} (see {worker.log})")) from None
@@ -153,18 +153,18 @@ def question(ids: list[int], seed: int, temperature: float, max_new_tokens: int)
     return {"ids": ids, "seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
 
 
-def _outcome(made: Answer, vocabulary: int) -> Outcome:
-    if made.tokens and max(made.tokens) >= vocabulary:
-        raise ValueError(f"token {max(made.tokens)}, and the target has {vocabulary:,}")
-    times = made.prefill_seconds, made.decode_seconds
-    if made.commits is None:
-        return Outcome(made.tokens, *times)
-    if sum(made.commits) != len(made.tokens):
-        raise ValueError(f"the engine's steps gave {sum(made.commits)} tokens, its output has {len(made.tokens)}")
+def _outcome(answer: Answer, vocabulary: int) -> Outcome:
+    if answer.tokens and max(answer.tokens) >= vocabulary:
+        raise ValueError(f"token {max(answer.tokens)}, and the target has {vocabulary:,}")
+    times = answer.prefill_seconds, answer.decode_seconds
+    if answer.commits is None:
+        return Outcome(answer.tokens, *times)
+    if sum(answer.commits) != len(answer.tokens):
+        raise ValueError(f"the engine's steps gave {sum(answer.commits)} tokens, its output has {len(answer.tokens)}")
     trace = None
-    if made.drafted is not None and made.accepted is not None:
-        trace = Trace(steps_of(made.commits[1:], made.drafted, made.accepted), prefill_seconds=times[0])
-    return Outcome(made.tokens, *times, trace, first_tokens=(made.commits or [0])[0])
+    if answer.drafted is not None and answer.accepted is not None:
+        trace = Trace(steps_of(answer.commits[1:], answer.drafted, answer.accepted), prefill_seconds=times[0])
+    return Outcome(answer.tokens, *times, trace, first_tokens=(answer.commits or [0])[0])
 
 
 def steps_of(commits: list[int], drafted: list[int], accepted: list[int]) -> list[Step]:
@@ -180,8 +180,8 @@ def steps_of(commits: list[int], drafted: list[int], accepted: list[int]) -> lis
         fits = bool(verified) and (committed == verified[0][1] + 1 or (last and committed <= verified[0][1]))
         if not fits and committed > 1:
             raise ValueError(f"step {number} gave {committed} tokens, more than its verification accepted")
-        depth, kept = verified.pop(0) if fits else (0, 0)
-        steps.append(Step(0, depth, depth, kept, committed))
+        depth, count = verified.pop(0) if fits else (0, 0)
+        steps.append(Step(0, depth, depth, count, committed))
     if verified:
         raise ValueError(f"{len(verified)} verifications belong to no step")
     return steps

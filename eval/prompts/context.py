@@ -39,8 +39,8 @@ def with_earlier_turns(
     """
     asked = {question[-1]["content"] for question in questions}
     read = (dialogue.messages for file in files for dialogue in read_dialogues(file, ReadCounts()))
-    found = [_turns(messages) for messages in read if not uses_tools(messages)]
-    left = [turns for turns in found if not any(turn["content"] in asked for turn in turns[::2])]
+    dialogues = [_turns(messages) for messages in read if not uses_tools(messages)]
+    left = [turns for turns in dialogues if not any(turn["content"] in asked for turn in turns[::2])]
     random.Random(seed).shuffle(left)
     waiting = deque(left)
     prompts = [_filled(question, waiting, render, wanted) for question in questions]
@@ -54,13 +54,13 @@ def with_earlier_turns(
 
 def _filled(question: list[Message], waiting: deque[list[Message]], render: Render, wanted: int) -> list[int]:
     """Return the ids of a question after dialogues from ``waiting``, which go to its end."""
-    own = len(render(question))
-    room = wanted - own
+    question_tokens = len(render(question))
+    room = wanted - question_tokens
     chosen: list[list[Message]] = []
     passed: list[list[Message]] = []
     while waiting and len(passed) < MISFITS:
         turns = waiting.popleft()
-        length = len(render(_placed([turns], question))) - own
+        length = len(render(_placed([turns], question))) - question_tokens
         if length <= room:
             chosen.append(turns)
             room -= length

@@ -109,8 +109,8 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
 
 def turns_under(record: dict[str, Any], key: str) -> list[str]:
     """Return the user's turns under ``key``, which holds a text or a list of texts; [] for anything else."""
-    found = record.get(key)
-    turns: list[Any] = found if isinstance(found, list) else [found]
+    value = record.get(key)
+    turns: list[Any] = value if isinstance(value, list) else [value]
     return turns if all(isinstance(turn, str) for turn in turns) else []
 
 

@@ -102,9 +102,9 @@ def load_prompts(
     records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)
     if config.per_category is None and not config.suites:
-        found = (prompt for record in records if (prompt := reader.prompt(record)) is not None)
-        spare, requested = list(itertools.islice(found, warmup)), config.count
-        measured = list(itertools.islice(found, config.count))
+        usable = (prompt for record in records if (prompt := reader.prompt(record)) is not None)
+        spare, requested = list(itertools.islice(usable, warmup)), config.count
+        measured = list(itertools.islice(usable, config.count))
     else:
         measured, spare, requested = _draw_by_group(config, records, reader, warmup)
     if config.suites:
@@ -117,8 +117,8 @@ def load_prompts(
         )
     if config.context_tokens is not None:
         both = [*measured, *spare]
-        given = config.context_files, partial(render, tokenizer), config.context_tokens, config.seed
-        filled = with_earlier_turns([prompt.question for prompt in both], *given)
+        context = config.context_files, partial(render, tokenizer), config.context_tokens, config.seed
+        filled = with_earlier_turns([prompt.question for prompt in both], *context)
         both = [replace(prompt, ids=ids) for prompt, ids in zip(both, filled, strict=True)]
         measured, spare = both[: len(measured)], both[len(measured) :]
     if config.consecutive is not None:
@@ -178,8 +178,8 @@ class _Reader:
 
     def prompt(self, record: Record) -> Prompt | None:
         """Return the record's prompt; None if it cannot be used."""
-        own = load_suite(record.suite).max_new_tokens if record.suite is not None else None
-        most = min(own or self.max_new_tokens, self.max_new_tokens)
+        suite_limit = load_suite(record.suite).max_new_tokens if record.suite is not None else None
+        most = min(suite_limit or self.max_new_tokens, self.max_new_tokens)
         try:
             ids = render(self.tokenizer, record.messages)
             bare = [{key: message[key] for key in ("role", "content")} for message in record.messages]
@@ -188,8 +188,8 @@ class _Reader:
             self.skipped[error.reason] += 1
             return None
         too_long = len(ids) > longest_prompt(self.config, most, self.max_context)
-        found = {"tools_not_printed": unprinted, "duplicate": tuple(ids) in self._seen, "too_long": too_long}
-        if reason := next((name for name, true in found.items() if true), "" if ids else "empty_prompt"):
+        faults = {"tools_not_printed": unprinted, "duplicate": tuple(ids) in self._seen, "too_long": too_long}
+        if reason := next((name for name, true in faults.items() if true), "" if ids else "empty_prompt"):
             self.skipped[reason] += 1
             return None
         self._seen.add(tuple(ids))
@@ -230,11 +230,11 @@ def _warm_up(tokenizer: Any, count: int) -> list[Prompt]:
 
 
 def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]) -> list[Record]:
-    found = []
+    records = []
     for file, format_ in zip(config.files, formats, strict=True):
         fallback = file.name.partition(".")[0] if len(config.files) > 1 else None
         read = read_prompts(file, format_, skipped)
-        found += [replace(record, category=record.category or fallback) for record in read]
+        records += [replace(record, category=record.category or fallback) for record in read]
     for name in config.suites:
         of_suite = read_suite(name, config.data, skipped)
         if len(config.suites) > 1:  # each suite becomes a category, and two may have a "line 1"
@@ -243,8 +243,8 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
                 replace(record, id=f"{named}/{record.id}", category=named, sub_category=record.category)
                 for record in of_suite
             ]
-        found += of_suite
-    return found
+        records += of_suite
+    return records
 
 
 def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counter[str]) -> list[Record]:
@@ -259,18 +259,18 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
             f"{config.shown_files}: no prompt has {'category ' + repr(missing[0]) if missing else 'a category'}; "
             f"there are: {', '.join(sorted(there)) or 'none'}"
         )
-    kept = [record for record in records if record.category in (there if wanted is None else wanted)]
-    if len(kept) < len(records):
-        skipped["other_category" if wanted else "no_category"] += len(records) - len(kept)
-    return kept
+    chosen = [record for record in records if record.category in (there if wanted is None else wanted)]
+    if len(chosen) < len(records):
+        skipped["other_category" if wanted else "no_category"] += len(records) - len(chosen)
+    return chosen
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Return the messages as token ids, up to where the assistant's answer begins."""
-    given, tools = [for_template(message) for message in messages], messages[0].get("tools")
+    prepared, tools = [for_template(message) for message in messages], messages[0].get("tools")
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:
-        encoded = tokenizer.apply_chat_template(given, tools=tools, **options)
+        encoded = tokenizer.apply_chat_template(prepared, tools=tools, **options)
     except REFUSALS as error:
         raise DroppedError("template_refused", f"the chat template refuses {messages[0]['role']!r}: {error}") from error
     return list(encoded["input_ids"])

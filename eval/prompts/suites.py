@@ -149,15 +149,15 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
     skipped = Counter() if skipped is None else skipped
     suite = load_suite(name)
     read = list(_numbered(name, suite, data))
-    kept = [(number, record) for number, record in read if _within(record, suite)]
+    chosen = [(number, record) for number, record in read if _within(record, suite)]
     before = skipped.copy()
     turns, missing = functools.partial(_from_template, template=suite.prompt or ""), "missing_field"
     if suite.prompt is None:
-        keys = (question_key(record) for _, record in kept if isinstance(record, dict))
+        keys = (question_key(record) for _, record in chosen if isinstance(record, dict))
         key = next(filter(None, keys), next(iter(QUESTION_KEYS)))
         turns, missing = functools.partial(turns_under, key=key), f"no_{key}"
-    found = list(questions(kept, turns, missing, skipped, suite.id))
-    if not found:
+    records = list(questions(chosen, turns, missing, skipped, suite.id))
+    if not records:
         why = dict(skipped - before)
         first = shortened(first_record(read), 60)
         where = source(name, data)
@@ -171,7 +171,7 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
             f"suite {name}: {where} has no record with the fields of its prompt, {expected}; the first record is "
             f"{first}; skipped: {why}"
         )
-    placed = [_placed(record, name, suite) for record in found]
+    placed = [_placed(record, name, suite) for record in records]
     _check_judged(placed, name, suite)
     return placed
 
@@ -209,10 +209,10 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
     if here is None:
         try:
             hub = str(suite.hub) if ":" in str(suite.hub) else f"{suite.hub}:{suite.split}"
-            found = dataset_records(hub, suite.subset)
+            records = dataset_records(hub, suite.subset)
         except ValueError as error:
             raise ValueError(f"suite {name}: {error}{f'; or fetch its file: {fetch}' if suite.url else ''}") from error
-        yield from enumerate(found, start=1)
+        yield from enumerate(records, start=1)
         return
     files = _files_in(here)
     if not files:

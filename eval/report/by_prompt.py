@@ -20,7 +20,7 @@ def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
     for name, tokens, run in placed:
         if run.failure is None:
             rounds.setdefault((run.method, run.temperature, run.batch, name, tokens, run.prompt), []).append(run)
-    found = []
+    lines = []
     for (method, *where), runs in rounds.items():
         base = rounds.get((plain, *where))
         typical = typical_run(runs)
@@ -28,8 +28,8 @@ def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
         forwards = sum(step.forwards for step in typical.trace.steps) if typical.trace is not None else None
         values = [typical.decoded_tokens, typical.decode_seconds, forwards]
         values += [x for run in pair or () for x in (run.decoded_tokens, run.decode_seconds)] or [None] * 4
-        found.append(dict(zip(PLACE, (method, *where[:-1]), strict=True)) | dict(zip(COLUMNS, values, strict=True)))
-    return found
+        lines.append(dict(zip(PLACE, (method, *where[:-1]), strict=True)) | dict(zip(COLUMNS, values, strict=True)))
+    return lines
 
 
 def in_report(end: dict[str, Any], runs: Sequence[Run]) -> list[Line]:

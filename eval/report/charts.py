@@ -79,20 +79,20 @@ def _names(panel: Axes, rows: list[Row]) -> None:
 
 def tau_against_speed(rows: list[Row]) -> Figure | None:
     """Return a point per row, and dotted lines of equal cost of a step; None below two points."""
-    told = [row for row in rows if row["tau"] is not None and row["speedup"] is not None]
-    if len(told) < 2:
+    points = [row for row in rows if row["tau"] is not None and row["speedup"] is not None]
+    if len(points) < 2:
         return None
     figure, panel = _panel("tau: tokens per target forward", "speedup over plain decoding")
-    for row in told:
+    for row in points:
         panel.scatter(row["tau"], row["speedup"], color=COLORS[kind(row)])
         place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
         panel.annotate(_label(shown_name(row)), (row["tau"], row["speedup"]), **place)
-    widest, highest = max(row["tau"] for row in told) * 1.1, max(row["speedup"] for row in told) * 1.15
+    widest, highest = max(row["tau"] for row in points) * 1.1, max(row["speedup"] for row in points) * 1.15
     for cost in (1.0, 1.5, 2.0, 3.0):
         x = min(widest, cost * highest)
         panel.plot([0, x], [0, x / cost], color="gray", linestyle=":", linewidth=0.8)
         panel.text(x, x / cost, f"a step costs {cost:g}", fontsize=8, color="gray")
-    panel.set_xlim(min(0.9, *(row["tau"] for row in told)), widest)
+    panel.set_xlim(min(0.9, *(row["tau"] for row in points)), widest)
     panel.set_ylim(0, highest)
     return figure
 
@@ -132,20 +132,20 @@ def throughput(report: dict[str, Any]) -> Figure | None:
 
 def step_times(rows: list[Row]) -> Figure | None:
     """Return the milliseconds of a step of every row, divided into draft, verify and the rest."""
-    told = [row for row in rows if row["draft_ms"] is not None and row["verify_ms"] is not None]
-    if not told:
+    bars = [row for row in rows if row["draft_ms"] is not None and row["verify_ms"] is not None]
+    if not bars:
         return None
-    figure = Figure(figsize=(7.2, 0.8 + 0.35 * len(told)))
+    figure = Figure(figsize=(7.2, 0.8 + 0.35 * len(bars)))
     panel = figure.subplots()
-    left = [0.0] * len(told)
+    left = [0.0] * len(bars)
     for part, color in PARTS.items():
-        widths = [row[f"{part}_ms"] or 0.0 for row in told]
-        panel.barh(range(len(told)), widths, left=left, color=color, height=0.7, label=part)
+        widths = [row[f"{part}_ms"] or 0.0 for row in bars]
+        panel.barh(range(len(bars)), widths, left=left, color=color, height=0.7, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, (row, total) in enumerate(zip(told, left, strict=True)):
+    for place, (row, total) in enumerate(zip(bars, left, strict=True)):
         a_token = f", {total / row['tau']:.2f} ms per token" if row["tau"] else ""
         panel.text(total, place, f" {total:.2f} ms{a_token}", va="center", fontsize=8)
-    _names(panel, told)
+    _names(panel, bars)
     panel.set_xlabel("milliseconds per step", fontsize=9)
     panel.set_xlim(0, 1.4 * max(left))
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)

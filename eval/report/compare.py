@@ -42,10 +42,10 @@ plain decoding's line shows. The speedup, of methods that take turns, does not d
 
 def compare_and_write(a: Read, b: Read, names: list[str], out: Path, argv: list[str], console: Console) -> None:
     """Compare, print what changed and write both files."""
-    found = compare(a, b, names)
-    for line in statements(found):
+    comparison = compare(a, b, names)
+    for line in statements(comparison):
         say(console, line)
-    write_page({**found, "argv": argv}, page(found, argv), out, "compare", console)
+    write_page({**comparison, "argv": argv}, page(comparison, argv), out, "compare", console)
 
 
 def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
@@ -66,11 +66,11 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
             if name in left_out or (name != "tokens/s" and key[0] in plain):
                 continue  # plain decoding has tau 1 and speedup 1
             pair = [np.array([[of[key][unit][c] or 0.0 for c in columns] for unit in units], float) for of in runs]
-            told = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # without prompts of no decoded tokens or no steps
-            if told.sum() >= FEWEST:
+            usable = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # without prompts of no decoded tokens or no steps
+            if usable.sum() >= FEWEST:
                 between = BETWEEN_RUNS if name == "speedup" else 0.0
-                made = asdict(change(pair[0][told], pair[1][told], figure, between))
-                rows.append({"drafter": key[0], "temperature": key[1], "batch": key[2], "figure": name, **made})
+                comparison = asdict(change(pair[0][usable], pair[1][usable], figure, between))
+                rows.append({"drafter": key[0], "temperature": key[1], "batch": key[2], "figure": name, **comparison})
     if not rows:
         methods = [sorted({key[0] for key in of}) for of in runs]
         raise ValueError(
@@ -94,11 +94,11 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
 
 def _by_key(lines: list[Line]) -> dict[Key, dict[Unit, Line]]:
     """Return every method's line of every prompt."""
-    found: dict[Key, dict[Unit, Line]] = {}
+    by_key: dict[Key, dict[Unit, Line]] = {}
     for line in lines:
-        units = found.setdefault((line["drafter"], line["temperature"], line["batch"]), {})
+        units = by_key.setdefault((line["drafter"], line["temperature"], line["batch"]), {})
         units[line["prompt"], line["prompt_tokens"]] = line
-    return found
+    return by_key
 
 
 def _plain(report: dict[str, Any]) -> str:
@@ -107,22 +107,22 @@ def _plain(report: dict[str, Any]) -> str:
     return next((entry.get("label") or BASELINE for entry in entries if entry["drafter"] == BASELINE), BASELINE)
 
 
-def statements(found: dict[str, Any]) -> list[str]:
+def statements(comparison: dict[str, Any]) -> list[str]:
     """Return sentences: which settings differ, and what has changed."""
     lines = [
         f"{name}: {shortened(a)} in the first, {shortened(b)} in the second"
-        for name, (a, b) in found["differences"].items()
+        for name, (a, b) in comparison["differences"].items()
     ]
-    lines += [f"{name} is not compared: the machine is another" for name in found["not_compared"]]
+    lines += [f"{name} is not compared: the machine is another" for name in comparison["not_compared"]]
     lines += [
         f"{_change_of(row)}: the machine's speed, or the loop for all methods; not tested"
-        for row in found["rows"]
-        if row["drafter"] == found["baseline"] and row["figure"] == UNTESTED
+        for row in comparison["rows"]
+        if row["drafter"] == comparison["baseline"] and row["figure"] == UNTESTED
     ]
-    changed = [row for row in found["rows"] if row["significant"]]
+    changed = [row for row in comparison["rows"] if row["significant"]]
     lines += [_change_of(row) for row in changed]
     if not changed:
-        tested = [row for row in found["rows"] if row["p_adjusted"] is not None]
+        tested = [row for row in comparison["rows"] if row["p_adjusted"] is not None]
         lines.append(f"of {len(tested)} figures, none has changed significantly")
     return lines
 
@@ -134,20 +134,20 @@ def _change_of(row: dict[str, Any]) -> str:
     )
 
 
-def page(found: dict[str, Any], argv: list[str]) -> str:
+def page(comparison: dict[str, Any], argv: list[str]) -> str:
     """Return ``compare.md``."""
-    first, second = found["reports"]
+    first, second = comparison["reports"]
     cells = [
         [row["drafter"], f"{row['temperature']:g}", str(row["batch"]), row["figure"], str(row["prompts"])]
         + [_shown(row["a"]), _shown(row["b"])]
         + ["{:+.1f}% [{:+.1f}, {:+.1f}]".format(*(100 * (x - 1) for x in (row["ratio"], *row["ratio_ci"])))]
         + ["-" if row["p_adjusted"] is None else f"{row['p_adjusted']:.2g}"]
         + ["**changed**" if row["significant"] else ""]
-        for row in found["rows"]
+        for row in comparison["rows"]
     ]
     head = ["drafter", "T", "batch", "figure", "prompts", "first", "second", "change", "p", ""]
     lines = ["# What changed", "", f"- first: {first}", f"- second: {second}"]
-    lines += [f"- {line}" for line in statements(found)]
+    lines += [f"- {line}" for line in statements(comparison)]
     lines += ["", *table(head, cells), "", ABOUT]
     return "\n".join([*lines, *run_again(argv)])
 

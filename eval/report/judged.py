@@ -41,7 +41,7 @@ def judge(
     outputs = ((run.prompt, run.tokens) for run in chain(*asked))
     scores = Scores(target, [prompt.ids for prompt in prompts], outputs)
     smallest = min(run.batch for run in runs)
-    found = []
+    rows = []
     for (temperature, batch, label), rounds in by_key.items():
         figures = scores.perplexity(typical[temperature, batch, label])
         if marks := accuracy(typical[temperature, batch, label]):
@@ -51,8 +51,8 @@ def judge(
             figures |= exactness(outputs_by_prompt(rounds), plain, [prompt.id for prompt in prompts], scores)
         else:
             figures["exact_match"] = None
-        found.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
-    return found
+        rows.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
+    return rows
 
 
 def add_coverage(
@@ -73,22 +73,24 @@ def add_coverage(
     for row in judged:
         if (vocabulary := known.get(row["drafter"])) is not None and row["batch"] == 1:
             place = row["drafter"], row["temperature"], row["batch"]
-            own = [run for run in runs if (run.method, run.temperature, run.batch) == place]
-            found = [there for run in own for there in _drafted(vocabulary.fresh(), prompts[run.prompt].ids, run)]
-            if found:
-                row["figures"] |= {"draft_vocab": len(vocabulary), "draft_vocab_coverage": sum(found) / len(found)}
+            of_method = [run for run in runs if (run.method, run.temperature, run.batch) == place]
+            covered = [
+                there for run in of_method for there in _drafted(vocabulary.fresh(), prompts[run.prompt].ids, run)
+            ]
+            if covered:
+                row["figures"] |= {"draft_vocab": len(vocabulary), "draft_vocab_coverage": sum(covered) / len(covered)}
 
 
 def _drafted(vocabulary: TextTokens, prompt: Sequence[int], run: Run) -> list[bool]:
     """Return for each token except the first whether it could be drafted."""
-    found = list[bool]()
+    covered = list[bool]()
     steps = [step.committed for step in run.trace.steps] if run.trace else [1] * (len(run.tokens) - 1)
     text = [*prompt, *run.tokens[:1]]
     rows, at = [text], 1
     for count in steps:
         vocabulary.read(rows)
         new = run.tokens[at : at + count]
-        found += [token in vocabulary for token in new]
+        covered += [token in vocabulary for token in new]
         text += new
         at += count
-    return found
+    return covered

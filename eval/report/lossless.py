@@ -26,10 +26,10 @@ line, or within an eighth of the scale, show in none. Bonferroni: *p* is the sma
 a lossless drafter fails with a probability of at most {alpha:g}."""
 
 
-def verdict_line(found: dict[str, Any]) -> str:
+def verdict_line(certificate: dict[str, Any]) -> str:
     """Return the verdict and its figures in one line."""
-    name, sampled = found["drafter"]["name"], found["sampled"]
-    line = f"{name}: {found['verdict']} ({STATEMENTS[found['verdict']]})"
+    name, sampled = certificate["drafter"]["name"], certificate["sampled"]
+    line = f"{name}: {certificate['verdict']} ({STATEMENTS[certificate['verdict']]})"
     if sampled is None:
         return line
     distance = next((test["distance"] for test in sampled["tests"]), None)
@@ -39,13 +39,18 @@ def verdict_line(found: dict[str, Any]) -> str:
     )
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(certificate: dict[str, Any]) -> str:
     """Return ``lossless.md``."""
-    facts, sampled = found["environment"], found["sampled"]
-    lines = [f"# {found['drafter']['name']}: {found['verdict']}", "", f"**{verdict_line(found)}.**", ""]
-    lines += [f"- **{reason}**" for reason in found["reasons"]]
+    facts, sampled = certificate["environment"], certificate["sampled"]
+    lines = [
+        f"# {certificate['drafter']['name']}: {certificate['verdict']}",
+        "",
+        f"**{verdict_line(certificate)}.**",
+        "",
+    ]
+    lines += [f"- **{reason}**" for reason in certificate["reasons"]]
     lines += [target_line(facts), machine_line(facts), software_line(facts), ""]
-    for shape in found.get("shapes") or [found]:
+    for shape in certificate.get("shapes") or [certificate]:
         if shape["sampled"] is None:
             continue
         if "name" in shape:

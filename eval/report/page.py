@@ -133,9 +133,9 @@ def setting(report: dict[str, Any]) -> list[str]:
         )
     *before, last = facts.get("parts", [None])
     if before:
-        told = ", ".join(
+        listed = ", ".join(
             f"{part['runs']:,} runs from {part['date']} (load average {number(part['load_average'], 1)})"
             for part in before
         )
-        lines.append(f"- interrupted and resumed {len(before)} time(s): {told}, the rest from {last['date']}")
+        lines.append(f"- interrupted and resumed {len(before)} time(s): {listed}, the rest from {last['date']}")
     return lines

@@ -45,12 +45,12 @@ def from_csv(text: str) -> list[Line]:
     if (head := reader.fieldnames) is None or list(head) != [*PLACE, *COLUMNS]:
         raise ValueError(f"its head is {head}, not {[*PLACE, *COLUMNS]}")
     kinds = {"temperature": float, "batch": int, "prompt_tokens": int} | dict.fromkeys(COLUMNS, _number)
-    found: list[Line] = []
+    lines: list[Line] = []
     for number, line in enumerate(reader, 2):
         if None in line or None in line.values():
             raise ValueError(f"line {number} has more or fewer cells than the head's {len(head)}")
-        found.append({name: _cell(kinds.get(name, str), text, number, name) for name, text in line.items()})
-    return found
+        lines.append({name: _cell(kinds.get(name, str), text, number, name) for name, text in line.items()})
+    return lines
 
 
 def _cell(kind: Any, text: str, line: int, name: str) -> Any:
@@ -61,10 +61,10 @@ def _cell(kind: Any, text: str, line: int, name: str) -> Any:
 
 
 def _number(text: str) -> float | None:
-    found = float(text) if text else None
-    if found is not None and not math.isfinite(found):
+    value = float(text) if text else None
+    if value is not None and not math.isfinite(value):
         raise ValueError
-    return found
+    return value
 
 
 def settings(report: dict[str, Any]) -> dict[str, Any]:
@@ -84,10 +84,12 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, An
     both = settings(a), settings(b)
     if same_weights(both[0]["target"], both[1]["target"], "a report"):
         both[0]["target"] = both[1]["target"]
-    found = {
+    unequal = {
         name: (value, both[1][name]) for name, value in both[0].items() if name in both[1] and value != both[1][name]
     }
-    if wrong := [name for name in SAME_TEXTS if name in found]:
-        told = "; ".join(f"{name} is {shortened(found[name][0])} and {shortened(found[name][1])}" for name in wrong)
-        raise ValueError(f"the two reports are of different texts, no figure can be compared: {told}")
-    return found
+    if wrong := [name for name in SAME_TEXTS if name in unequal]:
+        listed = "; ".join(
+            f"{name} is {shortened(unequal[name][0])} and {shortened(unequal[name][1])}" for name in wrong
+        )
+        raise ValueError(f"the two reports are of different texts, no figure can be compared: {listed}")
+    return unequal

@@ -13,15 +13,15 @@ in standard errors; up to 2 is chance. *alike*: share of steps after the same te
 loaded*: difference of tau from the head as loaded; its error is that of the differences of the same prompts."""
 
 
-def verdict_lines(found: dict[str, Any]) -> list[str]:
+def verdict_lines(report: dict[str, Any]) -> list[str]:
     """Return the verdict, and for each mistake that is named what to check in the engine or to change in the head."""
-    engine, verdict, advice = found["environment"]["config"]["engine"], found["verdict"], _advice(found)
-    told = [f"{name}: {what}" for name, what in advice.items()]
+    engine, verdict, advice = report["environment"]["config"]["engine"], report["verdict"], _advice(report)
+    hints = [f"{name}: {what}" for name, what in advice.items()]
     if engine == "ours":
         if verdict == "fault":
             which = "another reading accepts" if len(advice) == 1 else f"{len(advice)} readings, not told apart, accept"
-            return [f"fault: {which} more than the one that was loaded", *told]
-        return ["pass: no other reading accepts more than the one that was loaded", *_not_told_apart(found, [*advice])]
+            return [f"fault: {which} more than the one that was loaded", *hints]
+        return ["pass: no other reading accepts more than the one that was loaded", *_not_told_apart(report, [*advice])]
     if verdict == "pass":
         within = "within 2 standard errors at every position"
         return [f"pass: {engine} accepts what our loop accepts, in drafts as long, {within}"]
@@ -33,17 +33,17 @@ def verdict_lines(found: dict[str, Any]) -> list[str]:
         which = "this mistake reproduces" if count == 1 else f"{count} mistakes, not told apart, reproduce"
         first = f"{engine} does not accept what our loop accepts; {which} its acceptance"
     else:
-        theirs, ours = found["engine"]["drafted"]["value"], found["readings"][0]["drafted"]["value"]
+        theirs, ours = report["engine"]["drafted"]["value"], report["readings"][0]["drafted"]["value"]
         first = f"{engine} drafts {theirs:.2f} tokens a step, and our loop {ours:.2f}"
-    return [f"{verdict}: {first}", *told]
+    return [f"{verdict}: {first}", *hints]
 
 
-def _not_told_apart(found: dict[str, Any], names: list[str]) -> list[str]:
+def _not_told_apart(report: dict[str, Any], names: list[str]) -> list[str]:
     """Which readings may be the right one as well, and how many prompts like these could tell; not in older checks."""
-    prompts, lines = found["environment"]["prompts"], []
+    prompts, lines = report["environment"]["prompts"], []
     for name in names:
         line = f"not told apart on these {prompts:,} prompts: {name}"
-        if (gain := found.get("gains", {}).get(name)) is not None:
+        if (gain := report.get("gains", {}).get(name)) is not None:
             line += f", tau {gain['value']:+.3f} ± {gain['error']:.3f}; "
             more = gain["prompts_needed"]
             line += "no number of such prompts could" if more is None else f"about {more:,} prompts like these could"
@@ -51,25 +51,25 @@ def _not_told_apart(found: dict[str, Any], names: list[str]) -> list[str]:
     return lines
 
 
-def _advice(found: dict[str, Any]) -> dict[str, str]:
+def _advice(report: dict[str, Any]) -> dict[str, str]:
     """What to do, by the name of each mistake that is named; checks before it was stored had only what to check."""
-    checks = {one["name"]: f"check {one['check']}" for one in found["readings"] if one["check"]}
-    advice = found.get("advice", checks)
-    return {name: advice[name] for name in found["named"] if name in advice}
+    checks = {one["name"]: f"check {one['check']}" for one in report["readings"] if one["check"]}
+    advice = report.get("advice", checks)
+    return {name: advice[name] for name in report["named"] if name in advice}
 
 
-def figures_table(found: dict[str, Any]) -> list[str]:
+def figures_table(report: dict[str, Any]) -> list[str]:
     """Return the readings as a table: the engine, then as loaded, then the mistakes, the nearest or best first."""
-    engine, readings = found["engine"], found["readings"]
+    engine, readings = report["engine"], report["readings"]
     depth = len(readings[0]["cumulative"])
     first, rest = readings[0], readings[1:]
     if engine is None:
         rows = sorted(readings, key=lambda one: -_value(one["tau"]))
     else:
         nearest = sorted(rest, key=lambda one: (-_value(one["alike"]), sum(gap * gap for gap in one["apart"])))
-        rows = [{"name": found["environment"]["config"]["engine"], **engine}, first, *nearest]
+        rows = [{"name": report["environment"]["config"]["engine"], **engine}, first, *nearest]
     head = ["reading", "tau", "drafted", *(f"position {at + 1}" for at in range(depth))]
-    gains = found.get("gains", {})
+    gains = report.get("gains", {})
     head += ["apart", "alike"] if engine is not None else ["over as loaded"] if gains else []
     lines = []
     for one in rows:
@@ -97,12 +97,18 @@ def _rate(rate: dict[str, float] | None, digits: int) -> str:
     return "-" if rate is None else f"{rate['value']:.{digits}f} ± {rate['error']:.{digits}f}"
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any]) -> str:
     """Return ``parity.md``."""
-    facts = found["environment"]
+    facts = report["environment"]
     config = facts["config"]
-    first, *told = verdict_lines(found)
-    lines = [f"# {config['checkpoint']}: {found['verdict']}", "", f"**{first}.**", "", *(f"- {line}" for line in told)]
+    first, *hints = verdict_lines(report)
+    lines = [
+        f"# {config['checkpoint']}: {report['verdict']}",
+        "",
+        f"**{first}.**",
+        "",
+        *(f"- {line}" for line in hints),
+    ]
     lines += [target_line(facts), machine_line(facts), software_line(facts), f"- prompts: {facts['prompts']:,}", ""]
-    lines += [*figures_table(found), "", ABOUT.format(depth=len(found["readings"][0]["cumulative"])), ""]
+    lines += [*figures_table(report), "", ABOUT.format(depth=len(report["readings"][0]["cumulative"])), ""]
     return "\n".join([*lines, *run_again(facts["argv"])])

@@ -32,14 +32,14 @@ def warnings(report: dict[str, Any]) -> list[str]:
                 f"speed): every speedup there is {1 / ratio:.2f} times the speedup over stock generate"
             )
     for row in report["rows"]:
-        found = row.get("divergences", {"count": 0})
-        if not row["lossless"] or not found["count"] or row.get("engine"):  # another engine rounds differently
+        divergences = row.get("divergences", {"count": 0})
+        if not row["lossless"] or not divergences["count"] or row.get("engine"):  # another engine rounds differently
             continue
-        if tail(found, row["prompts"]) is not None:
+        if tail(divergences, row["prompts"]) is not None:
             continue
-        count, fault = found["unexplained"], "more than rounding explains: a fault in the method or in the loop"
+        count, fault = divergences["unexplained"], "more than rounding explains: a fault in the method or in the loop"
         if count is None:
-            count, fault = found["count"], f"an unchecked amount ({found.get('unavailable', UNRECORDED)})"
+            count, fault = divergences["count"], f"an unchecked amount ({divergences.get('unavailable', UNRECORDED)})"
         if count:
             lines.append(
                 f"{row['drafter']}{in_batch(row)} is lossless, but {count} of {row['prompts']} greedy outputs differ "
@@ -114,19 +114,20 @@ def shortage_line(prompts: dict[str, Any]) -> str | None:
 
 def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
     lines = []
-    found = row.get("divergences", {"count": 0})
+    divergences = row.get("divergences", {"count": 0})
     if row.get("engine") and row["temperature"] == 0:
         lines.append(_agreement(row, dtype))
-    elif row["lossless"] and found["count"] and found["unexplained"] is not None:
+    elif row["lossless"] and divergences["count"] and divergences["unexplained"] is not None:
         lines.append(
-            f"{row['drafter']}{in_batch(row)}: {found['count']} of {row['prompts']} greedy outputs leave plain "
-            f"decoding's path, {found['count'] - found['unexplained']} of them where rounding in {dtype} "
-            f"explains it (largest top-2 margin there: {number(found['largest_margin'], 3)} logits)"
+            f"{row['drafter']}{in_batch(row)}: {divergences['count']} of {row['prompts']} greedy outputs leave plain "
+            f"decoding's path, {divergences['count'] - divergences['unexplained']} of them where rounding in {dtype} "
+            f"explains it (largest top-2 margin there: {number(divergences['largest_margin'], 3)} logits)"
         )
-        if (most := tail(found, row["prompts"])) is not None:
+        if (most := tail(divergences, row["prompts"])) is not None:
             lines[-1] += (
-                f"; the other {found['unexplained']} exceed the tolerance by {most:.2f} times at most, as a few of so "
-                "many tokens may: target.dtype=float32 shows whether it is rounding, all outputs must be equal there"
+                f"; the other {divergences['unexplained']} exceed the tolerance by {most:.2f} times at most, as a few "
+                "of so many tokens may: target.dtype=float32 shows whether it is rounding, all outputs must be equal "
+                "there"
             )
     if (chosen := row.get("expected")) is not None:
         lines.append(
@@ -153,14 +154,13 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
 
 def _agreement(row: dict[str, Any], dtype: str) -> str:
     """Return how many greedy outputs of another engine equal plain decoding's; differences need not be faults."""
-    found = row["divergences"]
-    line = (
-        f"{shown_name(row)}: {row['prompts'] - found['count']} of {row['prompts']} greedy outputs are plain decoding's"
-    )
-    if not found["count"] or found["each"] is None:
+    divergences = row["divergences"]
+    same = row["prompts"] - divergences["count"]
+    line = f"{shown_name(row)}: {same} of {row['prompts']} greedy outputs are plain decoding's"
+    if not divergences["count"] or divergences["each"] is None:
         return line
-    places = sorted(each["position"] for each in found["each"])
+    places = sorted(each["position"] for each in divergences["each"])
     return (
         f"{line}; the others leave it after {places[len(places) // 2]} tokens (median; the first after {places[0]}), "
-        f"{found['count'] - found['unexplained']} of them where rounding in {dtype} explains it"
+        f"{divergences['count'] - divergences['unexplained']} of them where rounding in {dtype} explains it"
     )

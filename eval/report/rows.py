@@ -94,11 +94,11 @@ def make_rows(
 
 def rounds_by_key(runs: list[Run], prompts: int) -> dict[Key, Rounds]:
     """Return the rounds of every prompt, or batch of prompts, by method."""
-    found: dict[Key, Rounds] = {}
+    by_key: dict[Key, Rounds] = {}
     for run in runs:
-        rounds = found.setdefault((run.temperature, run.batch, run.method), [[] for _ in range(0, prompts, run.batch)])
+        rounds = by_key.setdefault((run.temperature, run.batch, run.method), [[] for _ in range(0, prompts, run.batch)])
         rounds[run.prompt // run.batch].append(run)
-    return found
+    return by_key
 
 
 def succeeded(rounds: Rounds) -> bool:
@@ -117,9 +117,9 @@ def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> lis
             other = best.setdefault((row["drafter"], row["temperature"]), row)
             if row["tokens_per_second"] > other["tokens_per_second"]:
                 best[row["drafter"], row["temperature"]] = row
-    kept = ("drafter", "temperature", "batch", "lossless", "stock", "tokens_per_second")
+    columns = ("drafter", "temperature", "batch", "lossless", "stock", "tokens_per_second")
     return [
-        {name: row[name] for name in kept} | {"over_plain": row["tokens_per_second"] / plain[row["temperature"]]}
+        {name: row[name] for name in columns} | {"over_plain": row["tokens_per_second"] / plain[row["temperature"]]}
         for row in best.values()
     ]
 
@@ -145,7 +145,7 @@ def outputs_of(runs: list[Run]) -> list[Run]:
 
 def outputs_by_prompt(rounds: Rounds) -> Rounds:
     """Return the rounds of each prompt from those of each batch."""
-    return [list(found) for of_batch in rounds for found in zip(*(run.outputs() for run in of_batch), strict=True)]
+    return [list(outputs) for of_batch in rounds for outputs in zip(*(run.outputs() for run in of_batch), strict=True)]
 
 
 def failures(runs: list[Run], described: Described, prompts: list[Prompt]) -> list[dict[str, Any]]:

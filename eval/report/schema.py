@@ -267,8 +267,8 @@ class Ending(Part):
     texts: Texts
 
 
-def check(found: Any, schema: type[Part], source: str) -> None:
-    """Raise ValueError if a part of ``found`` is missing or of another type; the message begins with ``source``."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{source} must hold keys and values, found {shortened(found)}")
-    validate(schema, found, source, MOST_PROBLEMS)
+def check(data: Any, schema: type[Part], source: str) -> None:
+    """Raise ValueError if a part of ``data`` is missing or of another type; the message begins with ``source``."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{source} must hold keys and values, found {shortened(data)}")
+    validate(schema, data, source, MOST_PROBLEMS)

@@ -78,8 +78,8 @@ def failed_cells(row: Row, columns: list[str]) -> list[str]:
 def sections(report: dict[str, Any]) -> list[Section]:
     """Return all sections that have rows."""
     rows = report["rows"]
-    found = [*_by_batch(report), _accuracy(report), _acceptance(rows), *_two_engines(rows), _by_context(rows)]
-    return [section for section in [*found, *_grids(rows), *_categories(rows)] if section.rows]
+    overall = [*_by_batch(report), _accuracy(report), _acceptance(rows), *_two_engines(rows), _by_context(rows)]
+    return [section for section in [*overall, *_grids(rows), *_categories(rows)] if section.rows]
 
 
 def best_lines(report: dict[str, Any]) -> list[str]:
@@ -171,9 +171,13 @@ def differences(one: Row, other: Row) -> list[float]:
 
 def _two_engines(rows: list[Row]) -> list[Section]:
     """A table for every engine's row that has one of ours to compare with."""
-    found: list[Section] = []
+    tables: list[Section] = []
     for row in rows:
-        ours = [own for own in rows if (own["drafter"], own["temperature"]) == (row.get("beside"), row["temperature"])]
+        ours = [
+            other
+            for other in rows
+            if (other["drafter"], other["temperature"]) == (row.get("beside"), row["temperature"])
+        ]
         if not ours or not row["n_alpha"] or not ours[0]["n_alpha"]:
             continue
         depths = min(len(row["n_alpha"]), len(ours[0]["n_alpha"]))
@@ -184,17 +188,17 @@ def _two_engines(rows: list[Row]) -> list[Section]:
             lines.append([shown_name(each), f"{each['steps']:,}", tau, *shares[:depths]])
         lines.append(["difference, in standard errors", "", "", *(f"{x:+.1f}" for x in differences(ours[0], row))])
         head = [f"T = {row['temperature']:g}", "steps", "tau", *(f"depth {depth + 1}" for depth in range(depths))]
-        found.append(Section("Acceptance by depth in two engines", head, lines, about="" if found else TWO_ENGINES))
-    return found
+        tables.append(Section("Acceptance by depth in two engines", head, lines, about="" if tables else TWO_ENGINES))
+    return tables
 
 
 def _reached(row: Row) -> list[tuple[float, float]]:
     """Return n-alpha by depth with its approximate number of steps."""
-    found, steps = [], float(row["steps"])
+    shares, steps = [], float(row["steps"])
     for share in row["n_alpha"]:
-        found.append((share, max(steps, 1.0)))
+        shares.append((share, max(steps, 1.0)))
         steps *= share
-    return found
+    return shares
 
 
 def _variance(share: float, count: float) -> float:
@@ -216,7 +220,7 @@ def _by_context(rows: list[Row]) -> Section:
 
 
 def _categories(rows: list[Row]) -> list[Section]:
-    found = []
+    tables = []
     for kind, shown in (("categories", "category"), ("sub_categories", "sub-category")):
         with_kind = [row for row in rows if kind in row]
         counts = {name: c["prompts"] for row in with_kind for name, c in row[kind].items()}
@@ -226,8 +230,8 @@ def _categories(rows: list[Row]) -> list[Section]:
             for row in with_kind
         ]
         head = ["drafter", "T", *(f"{name} ({count})" for name, count in counts.items())]
-        found.append(Section(f"Speedup (tau) by {shown} (prompts)", head, cells))
-    return found
+        tables.append(Section(f"Speedup (tau) by {shown} (prompts)", head, cells))
+    return tables
 
 
 def _grids(rows: list[Row]) -> list[Section]:

@@ -62,15 +62,15 @@ def measure_and_report(
     if shortage := shortage_line(session.prompts.describe()):
         say(console, shortage, "bold red")
     opening = RunJournal(config.out, session.identity(), session.facts, session.labels, rank)
-    with opening as journal, keeping(journal.kept):
+    with opening as journal, keeping(journal.resume_notice):
         for note in journal.notes:
             say(console, note)
         measure_all(session, journal, rank)
         with folder_lock(config.out):
             if journal.gather():
                 return _finish(session, journal, console)
-            told = f"{len(journal.runs):,} runs, this process's share, are measured; the last process writes the report"
-            say(console, told)
+            share = f"{len(journal.runs):,} runs, this process's share, are measured"
+            say(console, f"{share}; the last process writes the report")
             return {}
 
 

@@ -46,59 +46,59 @@ def sweep(config: SweepConfig, argv: list[str], console: Console) -> dict[str, A
         else:
             say(console, f"measured before, {report['environment']['date']}: kept")
         reports.append(report)
-        found = summarise(key, values[:place], [one.out.name for one in configs[:place]], reports, argv)
-        replace_json(config.out / DATA, found)
-        replace_text(config.out / PAGE, markdown(found, reports))
-    draw(found, config.out / PICTURE)
+        summary = summarise(key, values[:place], [one.out.name for one in configs[:place]], reports, argv)
+        replace_json(config.out / DATA, summary)
+        replace_text(config.out / PAGE, markdown(summary, reports))
+    draw(summary, config.out / PICTURE)
     say(console, f"{config.out / PAGE}")
-    return found
+    return summary
 
 
 def summarise(
     key: str, values: list[Any], folders: list[str], reports: list[dict[str, Any]], argv: list[str]
 ) -> dict[str, Any]:
     """Return sweep.json: of every value's report the figures that are compared."""
-    made = []
+    entries = []
     for value, folder, report in zip(values, folders, reports, strict=True):
         facts = report["environment"]
         rows = [{name: row[name] for name in KEPT if name in row} for row in report["rows"]]
         about = {name: facts[name] for name in ("date", "commit", "dirty", "load_average")}
-        made.append({"value": value, "folder": folder, **about, "rows": rows})
-    return {"format_version": 1, "key": key, "values": made, "argv": argv}
+        entries.append({"value": value, "folder": folder, **about, "rows": rows})
+    return {"format_version": 1, "key": key, "values": entries, "argv": argv}
 
 
-def markdown(found: dict[str, Any], reports: list[dict[str, Any]]) -> str:
+def markdown(summary: dict[str, Any], reports: list[dict[str, Any]]) -> str:
     """Return ``sweep.md``."""
-    key, values = found["key"], found["values"]
+    key, values = summary["key"], summary["values"]
     lines = [f"# Sweep over {key}", "", *setting(reports[0])]
     lines += [f"- this is the setting at {key} = {_shown(values[0]['value'])}; every value has its own report", ""]
-    lines += [f"![speed over {key}]({PICTURE})", "", *_tables(found), "## Every value's own report", ""]
+    lines += [f"![speed over {key}]({PICTURE})", "", *_tables(summary), "## Every value's own report", ""]
     for value, report in zip(values, reports, strict=True):
         about = f"{value['date']}, commit {(value['commit'] or 'unknown')[:12]}"
         lines.append(f"- [{value['folder']}](<{value['folder']}/report.md>): {about}")
         lines += [f"  - **{line}**" for line in warnings(report)]
     lines += ["", "Speedups are over plain decoding at the same value. Every report explains the columns.", ""]
-    return "\n".join([*lines, *run_again(found["argv"])])
+    return "\n".join([*lines, *run_again(summary["argv"])])
 
 
-def series(found: dict[str, Any]) -> Series:
+def series(summary: dict[str, Any]) -> Series:
     """Return the rows by drafter and temperature, then by the index of the value.
 
     The temperature is None if each value has one temperature, which may be what varies.
     """
-    single = all(len({row["temperature"] for row in value["rows"]}) == 1 for value in found["values"])
+    single = all(len({row["temperature"] for row in value["rows"]}) == 1 for value in summary["values"])
     lines: Series = {}
-    for index, value in enumerate(found["values"]):
+    for index, value in enumerate(summary["values"]):
         for row in value["rows"]:
             lines.setdefault((row["drafter"], None if single else row["temperature"]), {})[index] = row
     return lines
 
 
-def _tables(found: dict[str, Any]) -> list[str]:
+def _tables(summary: dict[str, Any]) -> list[str]:
     """Return a table of speeds with the values across, and one with all figures."""
-    values = [_shown(value["value"]) for value in found["values"]]
+    values = [_shown(value["value"]) for value in summary["values"]]
     across, figures = [], []
-    for rows in series(found).values():
+    for rows in series(summary).values():
         first, *others = rows.values()
         varies = any(row["temperature"] != first["temperature"] for row in others)
         cells = [shown_name(first), "-" if varies else f"{first['temperature']:g}"]
@@ -110,8 +110,8 @@ def _tables(found: dict[str, Any]) -> list[str]:
             speed = [number(row["tokens_per_second"], 1), speedup_with_interval(row), number(row["tau"], 2)]
             figures.append([*about, *speed, number(row["perplexity"], 2), number(row.get("joules_per_token"), 3)])
     lines = ["## tokens/s (speedup)", ""]
-    lines += table(["drafter", "T", *(f"{found['key']} = {value}" for value in values)], across)
-    head = [found["key"], "drafter", "T", "tokens/s", "speedup", "tau", "ppl", "J/token"]
+    lines += table(["drafter", "T", *(f"{summary['key']} = {value}" for value in values)], across)
+    head = [summary["key"], "drafter", "T", "tokens/s", "speedup", "tau", "ppl", "J/token"]
     return [*lines, "", "## All figures", "", *table(head, figures, texts=2), ""]
 
 
@@ -127,24 +127,24 @@ def numeric(values: list[Any]) -> list[float] | None:
     return [float(value) for value in flat]
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw speed and speedup over the values, with lines between numbers; a row of panels per temperature."""
-    lines = series(found)
+    lines = series(summary)
     temperatures = list(dict.fromkeys(temperature for _, temperature in lines))
     figure = Figure(figsize=(11, 3.6 * len(temperatures)))
     panels = figure.subplots(len(temperatures), 2, squeeze=False, sharex=True)
     for pair, temperature in zip(panels, temperatures, strict=True):
         chosen = [rows for (_, at), rows in lines.items() if at == temperature]
-        _panels(pair, found, chosen, "" if temperature is None else f"T = {temperature:g}, ")
+        _panels(pair, summary, chosen, "" if temperature is None else f"T = {temperature:g}, ")
     panels[0][1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     figure.tight_layout()
     save(figure, path)
 
 
-def _panels(pair: Sequence[Axes], found: dict[str, Any], lines: list[dict[int, Row]], title: str) -> None:
-    given = [value["value"] for value in found["values"]]
-    numbers = numeric(given)
-    places = numbers or [float(index) for index in range(len(given))]
+def _panels(pair: Sequence[Axes], summary: dict[str, Any], lines: list[dict[int, Row]], title: str) -> None:
+    values = [value["value"] for value in summary["values"]]
+    numbers = numeric(values)
+    places = numbers or [float(index) for index in range(len(values))]
     style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2 if numbers else 0}
     speeds, speedups = pair
     for rows in lines:
@@ -160,9 +160,9 @@ def _panels(pair: Sequence[Axes], found: dict[str, Any], lines: list[dict[int, R
     speedups.axhline(1.0, color="black", linewidth=0.8)
     for panel, what in ((speeds, "tokens/s"), (speedups, "speedup over plain decoding (95% interval)")):
         panel.set_title(title + what, fontsize=10)
-        panel.set_xlabel(found["key"], fontsize=9)
+        panel.set_xlabel(summary["key"], fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
         if numbers and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
             panel.set_xscale("log", base=2)
-        panel.set_xticks(places, [_shown(value) for value in given], fontsize=8)
+        panel.set_xticks(places, [_shown(value) for value in values], fontsize=8)
         panel.minorticks_off()

@@ -21,10 +21,10 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=LOG_WIDTH)
 
 
-def write_page(found: dict[str, Any], page: str, out: Path, stem: str, console: Console) -> None:
-    """Write ``found`` as strict JSON and ``page`` as Markdown, and print their names."""
+def write_page(data: dict[str, Any], page: str, out: Path, stem: str, console: Console) -> None:
+    """Write ``data`` as strict JSON and ``page`` as Markdown, and print their names."""
     out.mkdir(parents=True, exist_ok=True)
-    replace_json(out / f"{stem}.json", found)
+    replace_json(out / f"{stem}.json", data)
     replace_text(out / f"{stem}.md", page)
     say(console, f"{out / f'{stem}.md'}, {out / f'{stem}.json'}")
 
@@ -80,13 +80,13 @@ def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tu
     """Return for every temperature and batch size its title, plain decoding there, and the rows."""
     baselines = report["baseline"]["temperatures"]
     least = min(baseline["batch"] for baseline in baselines)
-    found = []
+    groups = []
     for baseline in baselines:
         if not smallest_batch or baseline["batch"] == least:
             name = "greedy" if baseline["temperature"] == 0 else f"temperature {baseline['temperature']:g}"
             name += f", batch {baseline['batch']}" if baseline["batch"] > 1 else ""
-            found.append((name, baseline, [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]))
-    return found
+            groups.append((name, baseline, [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]))
+    return groups
 
 
 def in_batch(row: Row) -> str:
@@ -94,13 +94,13 @@ def in_batch(row: Row) -> str:
     return f", batch {row['batch']}" if row["batch"] > 1 else ""
 
 
-def tail(found: dict[str, Any], prompts: int) -> float | None:
+def tail(divergences: dict[str, Any], prompts: int) -> float | None:
     """Return the largest gap over its tolerance among unexplained divergences, if they may still be rounding.
 
     The tolerance is four roundings; among very many tokens a few have more. They may be rounding if they are at most
     ``RARE`` of the outputs and none exceeds ``FAR`` times the tolerance; else None.
     """
-    beyond = [each for each in found["each"] or () if not each["accepted"]]
+    beyond = [each for each in divergences["each"] or () if not each["accepted"]]
     # An output that only ends earlier has no gap, and float32 no tolerance.
     if not beyond or len(beyond) > RARE * prompts or not all(each["gap"] and each["tolerance"] for each in beyond):
         return None

@@ -56,22 +56,22 @@ def make_texts(
     for run in outputs_of([run for run in runs if run.round == 0 and run.batch == batch and run.failure is None]):
         if run.method in described:
             by_prompt[run.prompt].append(run)
-    found: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
     size = 0
     for prompt, outputs in zip(prompts, by_prompt, strict=True):
         shown = visible(_decoded(tokenizer, prompt.ids))
         one: dict[str, Any] = {"id": prompt.id, "category": prompt.category, "prompt": shown}
         one["outputs"] = _outputs(outputs, baseline_label, tokenizer)
         size += len(json.dumps(one))
-        if size > MOST and found:
+        if size > MOST and texts:
             break
-        found.append(one)
-    return {"batch": batch, "shown": found, "prompts": len(prompts)}
+        texts.append(one)
+    return {"batch": batch, "shown": texts, "prompts": len(prompts)}
 
 
 def _outputs(runs: list[Run], baseline_label: str, tokenizer: Any) -> list[dict[str, Any]]:
     plain = {run.temperature: run.tokens for run in runs if run.method == baseline_label}
-    found = []
+    outputs = []
     for run in runs:
         base = plain[run.temperature] if run.method != baseline_label else []
         common = min(len(run.tokens), len(base))
@@ -79,5 +79,5 @@ def _outputs(runs: list[Run], baseline_label: str, tokenizer: Any) -> list[dict[
         known, text = (_decoded(tokenizer, ids) for ids in (run.tokens[:same], run.tokens))
         rest = text[len(os.path.commonprefix([known, text])) :]  # what is known may end within a character
         one: dict[str, Any] = {"drafter": run.method, "temperature": run.temperature, "same": same}
-        found.append(one | {"rest": visible(rest)})
-    return found
+        outputs.append(one | {"rest": visible(rest)})
+    return outputs

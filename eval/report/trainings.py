@@ -90,15 +90,15 @@ def trainings(rows: list[Row], over: list[str]) -> list[dict[str, Any]]:
         )
     if unknown := set(over) - set(names):
         raise ValueError(f"--over {sorted(unknown)} is no entry of the report; it has {shortened(names)}")
-    made: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for (temperature, batch, recipe), seeds in groups.items():
         if recipe in trained:
             line = {"training": recipe, "temperature": temperature, "batch": batch, **figures(seeds)}
             others = [other for other in over or trained[:1] if other != recipe]
             bases = {other: groups.get((temperature, batch, other), []) for other in others}
             line["over"] = {other: gain(seeds, base) for other, base in bases.items() if base}
-            made.append(line)
-    return made
+            lines.append(line)
+    return lines
 
 
 def figures(seeds: list[Row]) -> dict[str, Any]:

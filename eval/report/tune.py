@@ -30,23 +30,23 @@ def tune_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Con
         loaded[key] = loaded.get(key) or load_models(config.target)
         for one in config.planned():
             Lineup(one.entries, loaded[key])  # finds wrong values of all knobs
-    found: list[str] = []
+    listed: list[str] = []
     for place, (file, config) in enumerate(configs.items(), start=1):
         if len(configs) > 1:
             console.rule(f"{file} ({place} of {len(configs)})")
         argv = ["python", "-m", "eval.tune", "--config", str(file), *overrides]
         best = tune(config, argv, console, loaded[config.target.model_dump_json()])
-        found.append(_listed(config, best, file))
+        listed.append(_listed(config, best, file))
         if len(configs) > 1:
-            replace_text(common_folder(configs) / ALL, "\n".join(found))
-    console.print("\n".join(found), markup=False, highlight=False, soft_wrap=True)
+            replace_text(common_folder(configs) / ALL, "\n".join(listed))
+    console.print("\n".join(listed), markup=False, highlight=False, soft_wrap=True)
 
 
 def tune(config: TuneConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
     """Search, writing the results so far after every knob; return tune.json."""
     chosen = config.first_values()
     stages: list[dict[str, Any]] = []
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for turn in range(config.passes):
         before = dict(chosen)
         for knob in config.knobs:
@@ -55,13 +55,13 @@ def tune(config: TuneConfig, argv: list[str], console: Console, models: Models) 
             report = finished_report(one) or measure_and_report(one, argv, console, models)
             stages.append(summarise(knob, dict(chosen), one, report, config))
             chosen[knob] = stages[-1]["best"]
-            found = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}
-            write(config, found | {"argv": argv}, report)
+            results = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}
+            write(config, results | {"argv": argv}, report)
             say(console, f"best {knob}: {chosen[knob]}")
         if turn and chosen == before:
             break
     say(console, f"{config.out / BEST}")
-    return found
+    return results
 
 
 def best_entry(config: TuneConfig, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -70,16 +70,18 @@ def best_entry(config: TuneConfig, chosen: dict[str, Any]) -> dict[str, Any]:
     return {"drafter": entry.drafter} | ({"label": entry.label} if entry.label else {}) | entry.options
 
 
-def _listed(config: TuneConfig, found: dict[str, Any], file: Path) -> str:
+def _listed(config: TuneConfig, results: dict[str, Any], file: Path) -> str:
     """Return an entry for a speed config as one line of YAML, below a comment with its figures."""
-    last = found["stages"][-1]
+    last = results["stages"][-1]
     row = next(row for row in last["values"] if row["value"] == last["best"])
-    told = f"{number(row['tokens_per_second'], 1)} tokens/s, {speedup_with_interval(row)}, tau {number(row['tau'], 2)}"
+    figures = (
+        f"{number(row['tokens_per_second'], 1)} tokens/s, {speedup_with_interval(row)}, tau {number(row['tau'], 2)}"
+    )
     if not row["lossless"]:
-        told += f", perplexity {number(row['perplexity'], 2)} (plain decoding {number(last['plain_perplexity'], 2)})"
-    entry = best_entry(config, found["best"]) | {"temperatures": config.temperatures}
+        figures += f", perplexity {number(row['perplexity'], 2)} (plain decoding {number(last['plain_perplexity'], 2)})"
+    entry = best_entry(config, results["best"]) | {"temperatures": config.temperatures}
     line = yaml.safe_dump([entry], sort_keys=False, default_flow_style=True, width=10**6).strip()
-    return f"# {file}: {told}\n- {line.removeprefix('[').removesuffix(']')}"
+    return f"# {file}: {figures}\n- {line.removeprefix('[').removesuffix(']')}"
 
 
 def summarise(
@@ -91,8 +93,8 @@ def summarise(
     """
     plain = next(row["perplexity"] for row in report["rows"] if row["grid"] is None)
     rows = [row for row in report["rows"] if row["grid"] is not None]
-    kept = ("tokens_per_second", "speedup", "speedup_ci", "tau", "perplexity", "lossless")
-    values = [{"value": row["grid"][knob]} | {name: row[name] for name in kept} for row in rows]
+    columns = ("tokens_per_second", "speedup", "speedup_ci", "tau", "perplexity", "lossless")
+    values = [{"value": row["grid"][knob]} | {name: row[name] for name in columns} for row in rows]
     usable = [row for row in values if row["tokens_per_second"] is not None and row["perplexity"] is not None]
     if not usable:
         raise MeasurementError(f"no value of {knob} could be measured; see {one.out}")
@@ -121,20 +123,20 @@ def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
     return a is None or b is None or (a[0] <= b[1] and b[0] <= a[1])
 
 
-def write(config: TuneConfig, found: dict[str, Any], report: dict[str, Any]) -> None:
+def write(config: TuneConfig, results: dict[str, Any], report: dict[str, Any]) -> None:
     """Write best.yaml, tune.json and tune.md."""
     config.out.mkdir(parents=True, exist_ok=True)
-    entry = yaml.safe_dump([best_entry(config, found["best"])], sort_keys=False)
-    replace_text(config.out / BEST, f"# Found by: {shlex.join(found['argv'])}\n{entry}")
-    replace_json(config.out / DATA, found)
-    what = found["objective"]
+    entry = yaml.safe_dump([best_entry(config, results["best"])], sort_keys=False)
+    replace_text(config.out / BEST, f"# Found by: {shlex.join(results['argv'])}\n{entry}")
+    replace_json(config.out / DATA, results)
+    what = results["objective"]
     if config.max_perplexity is not None:
         what += f", with at most {config.max_perplexity:g} times the perplexity of plain decoding's outputs"
     lines = [f"# Tuning {config.drafters[0].base} for {what}, T = {config.temperatures[0]:g}", "", *setting(report), ""]
-    for stage in found["stages"]:
+    for stage in results["stages"]:
         lines += _page_of(stage)
     lines += ["## Found", "", "```yaml", entry.rstrip(), "```", ""]
-    replace_text(config.out / PAGE, "\n".join([*lines, *run_again(found["argv"])]))
+    replace_text(config.out / PAGE, "\n".join([*lines, *run_again(results["argv"])]))
 
 
 def _page_of(stage: dict[str, Any]) -> list[str]:

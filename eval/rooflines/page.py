@@ -45,15 +45,15 @@ def measure_and_write(shape: str, config: RooflineConfig, argv: list[str], conso
     how = config.dtype, config.device, config.engine, config.quantize, config.seed
     target = parts.random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
     facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
-    found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
+    report: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
     with console.status("") as status:
-        found |= measure(target, config, status.update)
+        report |= measure(target, config, status.update)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
-    found["environment"] = facts
+    report["environment"] = facts
     stem = f"roofline-{shape}{'-' + config.quantize if config.quantize else ''}"
-    say(console, markdown(found))
-    write_page(found, markdown(found), out, stem, console)
-    return found
+    say(console, markdown(report))
+    write_page(report, markdown(report), out, stem, console)
+    return report
 
 
 def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], None]) -> dict[str, Any]:
@@ -101,11 +101,11 @@ def machine_folder() -> str:
     return f"{cpu_cores()}-core-cpu"
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any]) -> str:
     """Return the page."""
-    facts, size = found["environment"], found["bytes_per_step"]
-    total, bandwidth = sum(size.values()), found["bandwidth_bytes_per_second"]
-    kinds = ", ".join(f"{name} {size_text(value)}/s" for name, value in found["bandwidths"].items())
+    facts, size = report["environment"], report["bytes_per_step"]
+    total, bandwidth = sum(size.values()), report["bandwidth_bytes_per_second"]
+    kinds = ", ".join(f"{name} {size_text(value)}/s" for name, value in report["bandwidths"].items())
     lines = [
         f"# Roofline of {facts['shape']}: REPLAY",
         "",
@@ -122,12 +122,12 @@ def markdown(found: dict[str, Any]) -> str:
         f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms per token at least.",
         "",
     ]
-    one = found["verification_seconds"][0]["seconds"]
-    costs = [(row["rows"], row["seconds"]) for row in found["verification_seconds"]]
+    one = report["verification_seconds"][0]["seconds"]
+    costs = [(row["rows"], row["seconds"]) for row in report["verification_seconds"]]
     cells = [[str(rows), f"{1e3 * seconds:.3f}", f"{seconds / one:.2f}"] for rows, seconds in costs]
     lines += [*table(["rows verified", "ms", "against one row"], cells), ""]
     cells = []
-    for row in found["rows"]:
+    for row in report["rows"]:
         shown = [form.format(row[key]) if row.get(key) is not None else "" for key, form in FIGURES]
         speed = f"not measured: {row['missing']}" if "missing" in row else f"{row['tokens_per_second']:.1f}"
         ms = [f"{1e3 * row[key]:.2f}" if row.get(key) is not None else "" for key in STEP]

@@ -154,22 +154,22 @@ def methods(target: TargetModel, config: RooflineConfig) -> dict[str, Callable[[
         "EAGLE chain, replay": ReplayDrafter.from_options(target, inner=chain, profile=config.eagle_profile),
         "EAGLE static tree, replay": ReplayDrafter.from_options(target, inner=static, profile=profile),
     }
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    timed: dict[str, Callable[[], dict[str, Any]]] = {}
     for batch in config.batches:
         label = f", batch {batch}" if batch > 1 else ""
         for name, drafter in ours.items():
-            found[f"{name}{label}"] = partial(_ours, target, drafter, prompts[:batch], new)
+            timed[f"{name}{label}"] = partial(_ours, target, drafter, prompts[:batch], new)
     if config.exit_layer < target.num_layers:
         module = KangarooAdapter(target.config, KangarooShape(exit_layer=config.exit_layer))
         adapter = KangarooDrafter(target, module, KangarooOptions(eta=0.0, max_draft_tokens=4))
         rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
         replayed = ReplayDrafter.from_options(target, inner=adapter, profile=rates)
-        found[f"Kangaroo, exit {config.exit_layer}, replay"] = partial(_ours, target, replayed, prompts[:1], new)
+        timed[f"Kangaroo, exit {config.exit_layer}, replay"] = partial(_ours, target, replayed, prompts[:1], new)
     if config.stock and config.quantize is None:  # quantising replaces the stock layers' weights
-        found["stock generate"] = partial(_stock, target, prompts[0], new, False)
+        timed["stock generate"] = partial(_stock, target, prompts[0], new, False)
         if config.compiled or (config.compiled is None and target.device.type == "cuda"):
-            found["stock generate, compiled static cache"] = partial(_stock, target, prompts[0], new, True)
-    return found
+            timed["stock generate, compiled static cache"] = partial(_stock, target, prompts[0], new, True)
+    return timed
 
 
 def _ours(target: TargetModel, drafter: Drafter, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
