@@ -115,7 +115,9 @@ def test_layers_are_as_near_to_float32_as_torch_comes(name: str, context: int) -
     ours = steps(TargetModel(model_of(name, torch.bfloat16)), context)
     torchs = steps(by_torch(TargetModel(model_of(name, torch.bfloat16))), context)
     for wanted, found, other in zip(exact, ours, torchs, strict=True):
-        assert found.shape == other.shape and error(found, wanted) < 1.5 * error(other, wanted) + 0.004
+        assert found.shape == other.shape and error(found, wanted) < 2 * error(other, wanted) + 0.004
+    wanted, found, other = (torch.cat([each.flatten() for each in states]) for states in (exact, ours, torchs))
+    assert error(found, wanted) < 1.25 * error(other, wanted)  # a step of a few rows varies, all together do not
 
 
 def test_layers_at_every_level(level: str) -> None:
