@@ -22,7 +22,7 @@ from drafters.model.cache import KVCache, config_shapes, head_sizes
 from drafters.model.files import SUPPORTED
 from drafters.model.runner import Rotary
 
-PROBE = 4  # rows that a new head is tried on
+PROBE = 4  # tokens of a new head's trial
 # Families whose own decoder layer vLLM and SGLang have as a draft layer: Llama's (Qwen2: with biases of q, k and v).
 SERVED = ("llama", "mistral", "mixtral", "qwen2")
 # Kinds of RoPE that transformers and the engines' Llama compute alike, and the keys of each that all of them read.
@@ -48,12 +48,12 @@ class LayerKind:
 
 def unserved(config: PretrainedConfig) -> list[str]:
     """Return what keeps vLLM and SGLang from serving the target's own layer in a head, apart from its family."""
-    found = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
+    reasons = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
     if (activation := getattr(config, "hidden_act", "silu")) != "silu":
-        found.append(f"hidden_act {activation}")
-    given = getattr(config, "rope_parameters", None) or {}
-    kind = (given.get("full_attention") or given).get("rope_type", "default")  # some have one for each kind of layer
-    return found if kind in ROPES else [*found, f"RoPE of type {kind}"]
+        reasons.append(f"hidden_act {activation}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = (rope.get("full_attention") or rope).get("rope_type", "default")  # some have one for each kind of layer
+    return reasons if kind in ROPES else [*reasons, f"RoPE of type {kind}"]
 
 
 def default_layer(config: PretrainedConfig) -> HeadLayer:
@@ -61,8 +61,7 @@ def default_layer(config: PretrainedConfig) -> HeadLayer:
 
     It is the target's own layer if vLLM and SGLang have it as a draft layer, else Llama's, which all engines have.
     """
-    own = config.model_type in SERVED and not unserved(config)
-    return "target" if own else "llama"
+    return "target" if config.model_type in SERVED and not unserved(config) else "llama"
 
 
 def layer_config(config: PretrainedConfig, layer: HeadLayer | DraftLayer) -> PretrainedConfig:
@@ -110,16 +109,16 @@ def layer_kind(
             norm=LlamaRMSNorm,
             eps=drafts.rms_norm_eps,
         )
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = 1
-    own._attn_implementation = "sdpa"
-    if getattr(own, "layer_types", None):
-        own.layer_types = ["full_attention"]
+    one_layer = copy.deepcopy(config)
+    one_layer.num_hidden_layers = 1
+    one_layer._attn_implementation = "sdpa"
+    if getattr(one_layer, "layer_types", None):
+        one_layer.layer_types = ["full_attention"]
     try:
         with torch.device("meta"):
             # Another dtype than torch's default would become the default of all threads meanwhile.
-            given: Any = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa"}
-            model: Any = AutoModelForCausalLM.from_config(own, trust_remote_code=False, **given)
+            options: Any = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa"}
+            model: Any = AutoModelForCausalLM.from_config(one_layer, trust_remote_code=False, **options)
         first, norm = model.model.layers[0], model.model.norm
         own_attention, rotary = first.self_attn, model.model.rotary_emb
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
@@ -129,7 +128,7 @@ def layer_kind(
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise no_head(config, error) from error
     return LayerKind(
-        config=own,
+        config=one_layer,
         decoder_layer=MistralDecoderLayer if experts else type(first),
         attention=type(own_attention),
         rotary=type(rotary),
@@ -153,10 +152,10 @@ def llama_config(target: PretrainedConfig) -> LlamaConfig:
     inner = max(inner) if isinstance(inner, (list, tuple)) else inner
     if inner < 2 * hidden and (chosen := getattr(target, "num_experts_per_tok", None)):
         inner *= chosen
-    given = getattr(target, "rope_parameters", None) or {}
-    given = given.get("full_attention", given)  # some have one for each kind of layer
-    kind = given.get("rope_type") if given.get("rope_type") in ROPES else "default"
-    found = {key: given[key] for key in ("rope_theta", *ROPES[kind]) if given.get(key) is not None}
+    rope = getattr(target, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # some have one for each kind of layer
+    kind = rope.get("rope_type") if rope.get("rope_type") in ROPES else "default"
+    rope_values = {key: rope[key] for key in ("rope_theta", *ROPES[kind]) if rope.get(key) is not None}
     heads, width = target.num_attention_heads, math.gcd(hidden, 128)
     key_heads, head_dim = head_sizes(target)
     if getattr(target, "kv_lora_rank", None) is not None:
@@ -172,7 +171,7 @@ def llama_config(target: PretrainedConfig) -> LlamaConfig:
         max_position_embeddings=target.max_position_embeddings,
         initializer_range=getattr(target, "initializer_range", 0.02),
         rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **found},
+        rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **rope_values},
         tie_word_embeddings=getattr(target, "tie_word_embeddings", False),
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
@@ -187,15 +186,15 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, kind: LayerKind) -> None:
         super().__init__()
-        self.input_layernorm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
-        self.self_attn = made(kind.config, kind.attention, kind.config, layer_idx=0)
+        self.input_layernorm = build_module(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
+        self.self_attn = build_module(kind.config, kind.attention, kind.config, layer_idx=0)
 
-    def forward(self, hidden: Tensor, use_cache: bool = False, **given: Any) -> Tensor:
+    def forward(self, hidden: Tensor, use_cache: bool = False, **arguments: Any) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the other arguments are those of the family's decoder layers."""
-        return hidden + self.self_attn(hidden_states=self.input_layernorm(hidden), **given)[0]
+        return hidden + self.self_attn(hidden_states=self.input_layernorm(hidden), **arguments)[0]
 
 
-def made(config: PretrainedConfig, kind: type[nn.Module], *arguments: Any, **named: Any) -> nn.Module:
+def build_module(config: PretrainedConfig, kind: type[nn.Module], *arguments: Any, **named: Any) -> nn.Module:
     """Build a module of a target's family.
 
     Raises:
@@ -216,8 +215,10 @@ def no_head(config: PretrainedConfig, reason: object) -> ValueError:
 
 
 def probe_states(head: Any, width: int) -> list[Tensor]:
-    """The ``inputs`` of a new head, ``[1, PROBE, width]`` each, to try it on; not drawn, so that a seed means what it
-    did."""
+    """Return ``head.inputs`` tensors ``[1, PROBE, width]`` to try a new head on.
+
+    They are deterministic, so that the trial uses no random numbers.
+    """
     count = head.inputs
     values = torch.arange(count * PROBE * width, dtype=torch.float32).sin().to(next(head.parameters()).dtype)
     return list(values.view(count, 1, PROBE, width))
@@ -225,7 +226,7 @@ def probe_states(head: Any, width: int) -> list[Tensor]:
 
 @torch.no_grad()
 def check_head(head: Any, config: PretrainedConfig) -> None:
-    """Try a new head: rows one after the other over a cache, as it drafts, give what all give at once, as it trains.
+    """Check that a new head gives the same for one token over a cache (drafting) as for all tokens at once (training).
 
     ``head.inputs`` says how many hidden states ``[B, T, H]`` it takes, before positions, a mask and a cache.
 
@@ -250,10 +251,10 @@ def check_head(head: Any, config: PretrainedConfig) -> None:
     differ(config, "one row at a time", alone, whole[:, -1:])
 
 
-def differ(config: PretrainedConfig, how: str, found: Tensor, expected: Tensor) -> None:
+def differ(config: PretrainedConfig, how: str, values: Tensor, expected: Tensor) -> None:
     """Raise ValueError if a head that was run in another way gave something else; tensors without contents agree."""
-    if found.is_meta:
+    if values.is_meta:
         return
-    gap, scale = (found - expected).abs().max().item(), expected.abs().max().item()
-    if not gap <= max(1e-3, 8 * torch.finfo(found.dtype).eps) * scale:
+    gap, scale = (values - expected).abs().max().item(), expected.abs().max().item()
+    if not gap <= max(1e-3, 8 * torch.finfo(values.dtype).eps) * scale:
         raise no_head(config, f"run {how} it gives something else (off by {gap:.2g}, values up to {scale:.2g})")

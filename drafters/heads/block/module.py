@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from drafters.heads.block.shape import BlockShape
 from drafters.model.cache import KVCache
 from drafters.model.fused import signed
-from drafters.model.layers import layer_kind, made
+from drafters.model.layers import build_module, layer_kind
 from drafters.model.rows import Rows
 from drafters.model.runner import Transform
 
@@ -42,11 +42,11 @@ class BlockBackbone(nn.Module):
             config.layer_types = ["full_attention"] * shape.layers
         self.shape, self.config, self.hidden_size = shape, config, wide
         self.fc = nn.Linear(len(shape.reads) * wide, wide, bias=False)
-        self.hidden_norm = made(config, kind.norm, wide, eps=kind.eps)
-        stack = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(shape.layers)]
+        self.hidden_norm = build_module(config, kind.norm, wide, eps=kind.eps)
+        stack = [build_module(config, kind.decoder_layer, config, layer_idx=index) for index in range(shape.layers)]
         self.layers = nn.ModuleList(stack)
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
-        self.norm = made(config, kind.norm, wide, eps=kind.eps)
+        self.norm = build_module(config, kind.norm, wide, eps=kind.eps)
         self.lm_head: nn.Linear | None = None
         if (rows := shape.draft_vocab_size) is not None:
             self.lm_head = nn.Linear(wide, rows, bias=False)

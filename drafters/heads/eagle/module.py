@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from drafters.config import HeadLayer
 from drafters.heads.eagle.shape import EagleShape
 from drafters.model.cache import KVCache
-from drafters.model.layers import check_head, layer_kind, made
+from drafters.model.layers import build_module, check_head, layer_kind
 
 
 class EagleHead(nn.Module):
@@ -34,7 +34,7 @@ class EagleHead(nn.Module):
         self.config = config
         if self.shape.has_fc:
             self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=self.shape.fc_bias)
-        decoder: Any = made(config, kind.decoder_layer, config, layer_idx=0)
+        decoder: Any = build_module(config, kind.decoder_layer, config, layer_idx=0)
         decoder.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([decoder])
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]

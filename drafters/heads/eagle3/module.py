@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import D2T
-from drafters.model.layers import LayerKind, layer_kind, made
+from drafters.model.layers import LayerKind, build_module, layer_kind
 
 
 class Eagle3Layer(nn.Module):
@@ -22,13 +22,13 @@ class Eagle3Layer(nn.Module):
     def __init__(self, kind: LayerKind, norm_before_residual: bool) -> None:
         super().__init__()
         config: Any = kind.config
-        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0)
+        layer: Any = build_module(config, kind.decoder_layer, config, layer_idx=0)
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         for name in ("q_proj", "k_proj", "v_proj"):
             outputs = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, outputs, bias=False))
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
-        self.hidden_norm = made(config, kind.norm, config.hidden_size, eps=kind.eps)
+        self.hidden_norm = build_module(config, kind.norm, config.hidden_size, eps=kind.eps)
         self.norm_before_residual = norm_before_residual
 
     def forward(self, hidden: Tensor, use_cache: bool = False, **given: Any) -> Tensor:
@@ -66,7 +66,7 @@ class Eagle3Head(nn.Module):
         self.fc_norm = nn.ModuleList(self._norm(kind, wide) for _ in shape.reads if shape.fc_norm)
         self.input_norm = self._norm(kind, count * wide) if shape.norm_before_fc else None
         self.fc = nn.Linear(count * wide, wide, bias=False)
-        later = [made(config, kind.decoder_layer, config, layer_idx=index) for index in range(1, shape.layers)]
+        later = [build_module(config, kind.decoder_layer, config, layer_idx=index) for index in range(1, shape.layers)]
         self.layers = nn.ModuleList([Eagle3Layer(kind, shape.norm_before_residual), *later])
         for layer in cast(Any, self.layers):
             layer.self_attn.window = shape.sliding_window  # read in training
@@ -82,7 +82,7 @@ class Eagle3Head(nn.Module):
 
     @staticmethod
     def _norm(kind: LayerKind, width: int) -> nn.Module:
-        return made(kind.config, kind.norm, width, eps=kind.eps)
+        return build_module(kind.config, kind.norm, width, eps=kind.eps)
 
     def forward(
         self,

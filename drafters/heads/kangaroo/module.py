@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.model.cache import KVCache
-from drafters.model.layers import AttentionLayer, check_head, layer_kind, made
+from drafters.model.layers import AttentionLayer, build_module, check_head, layer_kind
 
 
 class KangarooAdapter(nn.Module):
@@ -27,7 +27,9 @@ class KangarooAdapter(nn.Module):
         self.shape = shape
         kind = layer_kind(target_config)
         config: Any = kind.config
-        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0) if shape.ffn else AttentionLayer(kind)
+        layer: Any = (
+            build_module(config, kind.decoder_layer, config, layer_idx=0) if shape.ffn else AttentionLayer(kind)
+        )
         self.layers = nn.ModuleList([layer])
         self.norm = kind.norm(config.hidden_size, eps=kind.eps)
         self.rotary_emb = kind.rotary(config)
