@@ -93,8 +93,8 @@ class VLLMKeys(Config):
     @classmethod
     def _not_set_here(cls, options: dict[str, Any]) -> dict[str, Any]:
         if wrong := sorted(NOT_FOR_OPTIONS.keys() & options):
-            told = "; ".join(f"{key}: {NOT_FOR_OPTIONS[key]}" for key in wrong)
-            raise ValueError(f"these are not for options ({told})")
+            reasons = "; ".join(f"{key}: {NOT_FOR_OPTIONS[key]}" for key in wrong)
+            raise ValueError(f"these are not for options ({reasons})")
         return options
 
 

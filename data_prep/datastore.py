@@ -26,9 +26,9 @@ def main(arguments: list[str] | None = None) -> None:
     if parsed.out.suffix != ".safetensors":
         raise ValueError(f"--out {parsed.out} does not end in .safetensors; add it")
     check_file(parsed.out, "--out")
-    for given in (parsed.target, parsed.tokenizer):
-        if given is not None and is_missing_folder(given):
-            raise ValueError(f"there is no folder {given}; give the folder of the target, or of its tokenizer")
+    for model in (parsed.target, parsed.tokenizer):
+        if model is not None and is_missing_folder(model):
+            raise ValueError(f"there is no folder {model}; give the folder of the target, or of its tokenizer")
     if not is_text(parsed.source):
         check_source(parsed.source)
     check_room(parsed.out.parent, 3 * source_bytes(parsed.source), f"--out {parsed.out}", "give one on another disk")

@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> None:
     rank = find_rank(parsed.rank, parsed.ranks)
     config.check()
 
-    from data_prep.extraction.stores import dry_run, kept, make_stores, verify_stores
+    from data_prep.extraction.stores import dry_run, make_stores, resume_notice, verify_stores
 
-    with keeping(lambda: kept(config)):
+    with keeping(lambda: resume_notice(config)):
         if not (parsed.verify or parsed.dry_run):
             make_stores(config, rank)
         elif rank.index == 0:

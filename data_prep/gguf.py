@@ -41,9 +41,9 @@ def check(file: Path, out: Path) -> None:
     if not file.is_file():
         raise ValueError(f"no file at {file}; give a .gguf file")
     with file.open("rb") as opened:
-        found = opened.read(4)
-    if found != MAGIC:
-        raise ValueError(f"{file} is no GGUF file: it begins with {found!r}, not with {MAGIC!r}")
+        magic = opened.read(4)
+    if magic != MAGIC:
+        raise ValueError(f"{file} is no GGUF file: it begins with {magic!r}, not with {MAGIC!r}")
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise ValueError(f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     check_new_folder(out, "--out")

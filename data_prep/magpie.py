@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
     rank = find_rank(parsed.rank, parsed.ranks)
     config.check(rank.count)
 
-    from data_prep.answers.finished import kept
+    from data_prep.answers.finished import resume_notice
     from data_prep.answers.questions import write_questions
 
-    with keeping(lambda: kept(config.out, "question")):
+    with keeping(lambda: resume_notice(config.out, "question")):
         write_questions(config, rank)
 
 

@@ -23,10 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
     rank = find_rank(parsed.rank, parsed.ranks)
     config.check()
 
-    from data_prep.answers.finished import kept
+    from data_prep.answers.finished import resume_notice
     from data_prep.answers.regeneration import regenerate
 
-    with keeping(lambda: kept(config.out, "answer")):
+    with keeping(lambda: resume_notice(config.out, "answer")):
         regenerate(config, rank)
 
 

@@ -55,16 +55,16 @@ def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
     files = [out / f"{name}.jsonl" for name in ("train", "heldout")]
     if any(file.exists() and Path(source).exists() and file.samefile(source) for file in files):
         raise ValueError(f"--out {out} would overwrite the source {source}; give another folder")
-    made = out / FACTS
-    if not made.is_file():
-        if found := [file.name for file in files if file.exists()]:
-            raise ValueError(f"--out {out} has a {found[0]} that no split has made; give another folder")
+    facts_file = out / FACTS
+    if not facts_file.is_file():
+        if names := [file.name for file in files if file.exists()]:
+            raise ValueError(f"--out {out} has a {names[0]} that no split has made; give another folder")
         return
     try:
-        before = {"unanswered": False, **json.loads(made.read_text())}  # older splits do not record it
+        before = {"unanswered": False, **json.loads(facts_file.read_text())}  # older splits do not record it
         changed = changes({key: before[key] for key in facts}, facts)
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{made} was not written by this program; give another folder") from None
+        raise ValueError(f"{facts_file} was not written by this program; give another folder") from None
     if changed:  # a drafter could be tested on its training data
         raise ValueError(f"--out {out} holds another split: {'; '.join(changed)}; give another folder, or delete it")
 

@@ -27,7 +27,7 @@ from programs import refused
 
 from data_prep import magpie, regenerate
 from data_prep.answers import questions as work
-from data_prep.answers.finished import kept
+from data_prep.answers.finished import resume_notice
 from data_prep.answers.journal import AnswerJournal, Turn, read_journals
 from data_prep.answers.questions import Asked
 from data_prep.common.ranks import Rank
@@ -182,7 +182,9 @@ def test_a_killed_run_goes_on_with_other_draws(target_folder, tmp_path, monkeypa
         run(config)
     monkeypatch.setattr(AnswerJournal, "write", write)
     before = [turn.answer for turn in calls[0].turns + calls[1].turns if turn.answer is not None]
-    assert before and kept(load_config(MagpieConfig, config, []).out, "question").startswith(f"{len(before)} quest")
+    assert before and resume_notice(load_config(MagpieConfig, config, []).out, "question").startswith(
+        f"{len(before)} quest"
+    )
     questions = run(config)
     assert questions[: len(before)] == before and len(questions) == 24
     assert len(set(questions[len(before) :])) == 24 - len(before)

@@ -63,7 +63,7 @@ def answers_of(batches: Iterable[AnsweredBatch]) -> list[str]:
     return [turn.answer for batch in batches for turn in batch.turns if turn.answer is not None]
 
 
-def kept(out: str, what: str) -> str:
+def resume_notice(out: str, what: str) -> str:
     """Last line of an interrupted run: the number of answers or questions kept, and the command that continues."""
     if is_finished(out):
         return f"{out} is whole"
@@ -111,10 +111,10 @@ def begun_on(out: str) -> str | None:
     """The date (YYYY-MM-DD) in the prompts of ``out``, finished or not; None if they have none."""
     for file, keys in ((sidecar(out), ("identity", DATE)), (unfinished(out) / RUN_FILE, (DATE,))):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            found = json.loads(file.read_text())
+            value = json.loads(file.read_text())
             for key in keys:
-                found = found[key]
-            return str(datetime.date.fromisoformat(found))
+                value = value[key]
+            return str(datetime.date.fromisoformat(value))
     return None
 
 

@@ -29,7 +29,7 @@ DONE = "share_done"  # end of a process's last turn, until it is started again w
 
 
 class Asked:
-    """One process's questions: ``kept`` of ``drawn`` ones; the last ``in_vain`` were all dropped.
+    """One process's questions: ``accepted`` of ``drawn`` ones; the last ``in_vain`` were all dropped.
 
     Args:
         mark: text after a question in the target's template. share: questions to keep.
@@ -41,14 +41,14 @@ class Asked:
     ) -> None:
         self.chat, self.mark, self.rank, self.share = chat, mark, rank, share
         self.ends: frozenset[int] = frozenset()  # tokens that end a question
-        own = [turn.answer for turn in turns if turn.answer is not None]
-        self.drawn, self.kept, self.in_vain = sum(turn.end is None for turn in turns), len(own), 0
-        self.seen = {same_question(text) for text in (*own, *others)}
+        questions = [turn.answer for turn in turns if turn.answer is not None]
+        self.drawn, self.accepted, self.in_vain = sum(turn.end is None for turn in turns), len(questions), 0
+        self.seen = {same_question(text) for text in (*questions, *others)}
 
     @property
     def done(self) -> bool:
         """Whether the share is complete."""
-        return self.kept >= self.share
+        return self.accepted >= self.share
 
     def open(self, target: TargetModel) -> None:
         """Before the first question: find the tokens that end one."""
@@ -59,7 +59,8 @@ class Asked:
         """The outcome of a drawn question with these token ids."""
         text, drop = self._question(ids)
         turn = Turn(self.drawn, 0, None if drop else text, len(ids), drop=drop)
-        self.drawn, self.kept, self.in_vain = self.drawn + 1, self.kept + (not drop), self.in_vain + 1 if drop else 0
+        self.drawn, self.accepted = self.drawn + 1, self.accepted + (not drop)
+        self.in_vain = self.in_vain + 1 if drop else 0
         return turn
 
     def _question(self, ids: list[int]) -> tuple[str, str | None]:
@@ -108,12 +109,12 @@ def write_questions(config: MagpieConfig, rank: Rank) -> None:
 
 def look_back(config: MagpieConfig, chat: ChatTokenizer, mark: str, rank: Rank, journal: AnswerJournal) -> Asked:
     """State after earlier starts of this process and of runs with another number of processes."""
-    own = [turn for batch in read_journals(journal.folder, journal.path.name) for turn in batch.turns]
+    turns = [turn for batch in read_journals(journal.folder, journal.path.name) for turn in batch.turns]
     siblings = f"rank-*-of-{rank.count}.jsonl"
     every, theirs = answers_of(read_journals(journal.folder)), answers_of(read_journals(journal.folder, siblings))
     left = max(config.count - (len(every) - len(theirs)), 0)
     share = left // rank.count + (rank.index < left % rank.count)
-    return Asked(chat, mark, rank, share, own, every)
+    return Asked(chat, mark, rank, share, turns, every)
 
 
 def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked: Asked, journal: AnswerJournal) -> None:
@@ -126,7 +127,7 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
     drafter = make_drafter("autoregressive", target)
     with (
         enough_memory("while questions were written", f"lower batch (now {config.batch})"),
-        Bar(desc="asking", total=asked.share, initial=asked.kept, unit=" questions") as progress,
+        Bar(desc="asking", total=asked.share, initial=asked.accepted, unit=" questions") as progress,
     ):
         for ids in draw(config, target, drafter, prompt, asked):
             waiting.append(turn := asked.take(ids))
@@ -141,14 +142,16 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
                     return
                 if asked.in_vain >= patience:
                     break
-        print(f"no new question in {asked.in_vain} draws: the run ends with {asked.kept:,} of {asked.share:,}; {HELP}")
+        print(
+            f"no new question in {asked.in_vain} draws: the run ends with {asked.accepted:,} of {asked.share:,}; {HELP}"
+        )
 
 
 def draw(
     config: MagpieConfig, target: TargetModel, drafter: Drafter, prompt: list[int], asked: Asked
 ) -> Iterator[list[int]]:
     """Token ids of questions, without end. The seed depends on the number drawn before, so a resumed run differs."""
-    made = generate_many(
+    outputs = generate_many(
         target,
         drafter,
         lambda: (None, prompt),
@@ -161,7 +164,7 @@ def draw(
         eos_token_id=sorted(asked.ends),
         seed=derived_seed(config.seed, [(asked.rank.index, asked.rank.count), (asked.drawn, 0)]),
     )
-    return (one.tokens for one in made)
+    return (one.tokens for one in outputs)
 
 
 def make_identity(config: MagpieConfig, chat: ChatTokenizer) -> dict[str, Any]:
@@ -181,11 +184,11 @@ def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
             print(f"this process's share is finished; those of {missing} other processes are not")
             return
         batches = read_journals(folder)  # also those of stopped runs with another number of processes
-        found: dict[str, str] = {}
+        distinct: dict[str, str] = {}
         for text in answers_of(batches):
-            found.setdefault(same_question(text), text)
-        questions = list(found.values())[: config.count]
-        facts = summary(config, identity, batches, len(questions), len(found))
+            distinct.setdefault(same_question(text), text)
+        questions = list(distinct.values())[: config.count]
+        facts = summary(config, identity, batches, len(questions), len(distinct))
         if not questions:
             raise ValueError(f"{config.out}: no question is left: {describe(facts)}; {HELP}")
         finish(config.out, (unanswered_record(f"asked-{n}", text) for n, text in enumerate(questions)), facts)

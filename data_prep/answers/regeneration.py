@@ -59,9 +59,9 @@ def regenerate(config: RegenerateConfig, rank: Rank, target: Callable[[], Target
         if report_finished(config.out, identity, describe):  # another process finished it meanwhile
             return
         replay(conversations, read_journals(folder), retry=config.endpoint is not None)
-        own = conversations[rank.index :: rank.count]
-        if any(not conversation.done for conversation in own):
-            answer_all(config, open_answers(config, chat, rank, target), own, journal)
+        share = conversations[rank.index :: rank.count]
+        if any(not conversation.done for conversation in share):
+            answer_all(config, open_answers(config, chat, rank, target), share, journal)
     merge(config, identity, counts, conversations)
 
 
@@ -105,16 +105,19 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
 
 
 def answer_all(
-    config: RegenerateConfig, answers: TargetAnswers | EndpointAnswers, own: list[Conversation], journal: AnswerJournal
+    config: RegenerateConfig,
+    answers: TargetAnswers | EndpointAnswers,
+    share: list[Conversation],
+    journal: AnswerJournal,
 ) -> None:
     """Answer the rest of one process's share, and write it to the journal batch by batch."""
-    by_index = {conversation.index: conversation for conversation in own}
-    done = sum(conversation.done for conversation in own)
+    by_index = {conversation.index: conversation for conversation in share}
+    done = sum(conversation.done for conversation in share)
     limit = math.inf if config.minutes is None else 60 * config.minutes
     journal.start_clock()
-    with Bar(desc="regenerating", total=len(own), initial=done, unit=" dialogues") as progress:
+    with Bar(desc="regenerating", total=len(share), initial=done, unit=" dialogues") as progress:
         tokens = 0
-        for batch in answers.batches(own):
+        for batch in answers.batches(share):
             journal.write(batch)
             for turn in batch.turns:
                 by_index[turn.index].take(turn)
@@ -123,7 +126,7 @@ def answer_all(
             elapsed = progress.format_dict["elapsed"]
             progress.set_postfix_str(f"{tokens / max(elapsed, 1e-9):,.0f} tokens/s", refresh=False)
             if journal.seconds > limit:
-                left = [conversation for conversation in own if not conversation.done]
+                left = [conversation for conversation in share if not conversation.done]
                 journal.write(AnsweredBatch([Turn(one.index, len(one.answers), end="out_of_time") for one in left]))
                 break
 
@@ -172,19 +175,19 @@ def summary(
     batches: list[AnsweredBatch],
 ) -> dict[str, Any]:
     """Content of ``<out>.json``; ``tau`` is null for an endpoint."""
-    kept = [one for one in conversations if not one.dropped]
+    answered = [one for one in conversations if not one.dropped]
     forwards = sum(batch.forwards for batch in batches)
     return {
         "config": config.model_dump(mode="json"),
         "identity": identity,
         **({"dtype": dtype_here(config)} if config.target else {}),
         "read": {"kept": len(conversations), "dropped": dict(counts.dropped), "changed": dict(counts.changed)},
-        "kept": len(kept),
+        "kept": len(answered),
         "dropped": dict(Counter(one.dropped for one in conversations if one.dropped)),
         "ended_early": dict(Counter(one.ended for one in conversations if one.ended)),
-        "answers": sum(len(one.answers) for one in kept),
-        "truncated": sum(one.truncated for one in kept),
-        "reasoned": sum(len(one.reasoning) - one.reasoning.count(None) for one in kept),
+        "answers": sum(len(one.answers) for one in answered),
+        "truncated": sum(one.truncated for one in answered),
+        "reasoned": sum(len(one.reasoning) - one.reasoning.count(None) for one in answered),
         "tau": round(sum(batch.committed for batch in batches) / forwards, 4) if forwards else None,
         **costs(batches),
     }

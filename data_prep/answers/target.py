@@ -70,7 +70,7 @@ class TargetAnswers:
         while waiting.prompts or waiting.turns:
             longest = waiting.prompts[0][0] if waiting.prompts else 1  # of the lowest length class
             with enough_memory("while dialogues were answered", self.fix):
-                made = generate_many(
+                outputs = generate_many(
                     self.target,
                     self.drafter,
                     partial(waiting.next_prompt, longest),
@@ -79,7 +79,7 @@ class TargetAnswers:
                     max_new_tokens=self.writing.max_new_tokens,
                     eos_token_id=sorted(self.eos),
                 )
-                for one in made:
+                for one in outputs:
                     fit_threads()
                     waiting.take(one)
                     if len(waiting.turns) >= max(1, self.batch // 8) or not waiting.prompts:
@@ -101,8 +101,8 @@ class TargetAnswers:
     def answer(self, rows: list[Conversation]) -> AnsweredBatch:
         """The next turn of each conversation, in one batch; raises ValueError if the memory does not suffice."""
         asks = [(row, self.ask(row)) for row in rows]
-        turns = [found for _, found in asks if isinstance(found, Turn)]
-        asked = [(row.index, len(row.answers), *found) for row, found in asks if not isinstance(found, Turn)]
+        turns = [ask for _, ask in asks if isinstance(ask, Turn)]
+        asked = [(row.index, len(row.answers), *ask) for row, ask in asks if not isinstance(ask, Turn)]
         if not asked:
             return AnsweredBatch(turns)
         fit_threads()
@@ -147,14 +147,14 @@ class TargetAnswers:
 
 def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
     """The EOS tokens of the generation config and of the tokenizer."""
-    own = chat.tokenizer.eos_token_id
-    return eos_ids(target, None) | (frozenset() if own is None else {own})
+    eos = chat.tokenizer.eos_token_id
+    return eos_ids(target, None) | (frozenset() if eos is None else {eos})
 
 
 def end_of_turn(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
     """Id of the template's end-of-turn token; empty without such a token in the target's vocabulary."""
-    own = chat.end_of_turn()
-    return frozenset() if own is None or own >= target.vocab_size else frozenset({own})
+    token = chat.end_of_turn()
+    return frozenset() if token is None or token >= target.vocab_size else frozenset({token})
 
 
 def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
@@ -184,14 +184,14 @@ class Waiting:
         """A conversation's index and its next prompt of at most ``longest`` tokens; None if no such one waits."""
         while self.prompts and self.prompts[0][0] <= longest:
             index = heapq.heappop(self.prompts)[2]
-            found = self.answers.ask(self.open[index])
-            if isinstance(found, Turn):
-                self.turns.append(found)
-            elif len(found[0]) > longest:  # longer than estimated
-                self._wait(index, len(found[0]))
+            ask = self.answers.ask(self.open[index])
+            if isinstance(ask, Turn):
+                self.turns.append(ask)
+            elif len(ask[0]) > longest:  # longer than estimated
+                self._wait(index, len(ask[0]))
             else:
-                self.asked[index] = found
-                return index, found[0]
+                self.asked[index] = ask
+                return index, ask[0]
         return None
 
     def take(self, one: Continued) -> None:

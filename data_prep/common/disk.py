@@ -36,12 +36,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_error(error: OSError, path: Path, kept: str) -> OSError:
-    """An error of writing ``path`` that says what to do; ``kept`` says which data is safe."""
+def write_error(error: OSError, path: Path, safe: str) -> OSError:
+    """An error of writing ``path`` that says what to do; ``safe`` says which data is safe."""
     what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
     return OSError(
         error.errno or errno.EIO,
-        f"could not write {path}: {what}; {kept}. Free some space and run the same command again to continue",
+        f"could not write {path}: {what}; {safe}. Free some space and run the same command again to continue",
     )
 
 

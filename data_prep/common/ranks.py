@@ -39,9 +39,9 @@ class Rank:
 
         if not torch.cuda.is_available():
             return wanted
-        own = f"cuda:{self.local % torch.cuda.device_count()}"
-        torch.cuda.set_device(own)
-        return own
+        gpu = f"cuda:{self.local % torch.cuda.device_count()}"
+        torch.cuda.set_device(gpu)
+        return gpu
 
 
 def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:
@@ -63,13 +63,13 @@ def _from_launcher(known: Mapping[str, str]) -> Rank:
             continue
         said = f"{names[0]}={rank}, {names[1]}={count} and {names[2]}={local} in the environment"
         try:
-            found = Rank(int(rank), int(count), None if local is None else int(local))
+            parsed = Rank(int(rank), int(count), None if local is None else int(local))
         except ValueError:
             raise ValueError(f"{said} are not numbers; unset them, or give --rank and --ranks") from None
-        if not 0 <= found.index < found.count:
+        if not 0 <= parsed.index < parsed.count:
             raise ValueError(f"{said} do not fit; unset them, or give --rank and --ranks")
-        if found.count > 1 or names[0] == "RANK":
-            return found
+        if parsed.count > 1 or names[0] == "RANK":
+            return parsed
     return Rank()
 
 

@@ -86,8 +86,8 @@ class Sample:
     @property
     def usable(self) -> int:
         """Estimated number of usable dialogues in the file, at most ``limit``."""
-        found = round(self.counts.kept * self.encoded.used / self.looked_at)
-        return found if self.limit is None else min(found, self.limit)
+        estimate = round(self.counts.kept * self.encoded.used / self.looked_at)
+        return estimate if self.limit is None else min(estimate, self.limit)
 
     @property
     def tokens(self) -> int:
@@ -164,15 +164,15 @@ def _encode(
             # Cut them to max_length, and remove those without an answer before the cut.
             for name, texts, changes in rendered:
                 whole = list(itertools.islice(tokens, len(texts)))
-                kept = [short for one in whole if (short := one.cut(max_length)).loss_mask.any()]
-                if not kept:
+                records = [short for one in whole if (short := one.cut(max_length)).loss_mask.any()]
+                if not records:
                     drop(DroppedError("no_response_left", f"no answer begins within the first {max_length} tokens"))
                     continue
                 is_cut = any(len(one.input_ids) > max_length for one in whole)
                 counts.changed.update([*changes, "truncated"] if is_cut else changes)
                 split.used += 1
-                split.ids += [name] if len(kept) == 1 else [f"{name}/{n}" for n in range(len(kept))]
-                split.dialogues += kept
+                split.ids += [name] if len(records) == 1 else [f"{name}/{n}" for n in range(len(records))]
+                split.dialogues += records
             progress.update(len(chunk))
             if not split.ids and counts.dropped[NO_ANSWER] >= FIRST_WITHOUT_ANSWER:
                 raise ValueError(f"{source}: {details[NO_ANSWER]}")

@@ -161,8 +161,8 @@ class ChatTokenizer:
         head = [] if system is None else [{"role": "system", "content": system}]
         self.check_text(head)
         text = self.printer.print([*head, {"role": "user", "content": PLACEHOLDER}], prompt=True)
-        before, found, after = text.partition(PLACEHOLDER)
-        if not found:
+        before, question, after = text.partition(PLACEHOLDER)
+        if not question:
             raise DroppedError("no_question_printed", f"the chat template of {self.name} prints no user turn")
         ids = self._ids(before.rstrip(" "))  # a space before the question belongs to its first token
         if not ids:
@@ -178,8 +178,8 @@ class ChatTokenizer:
         question = {"role": "user", "content": "?"}
         with contextlib.suppress(DroppedError):
             piece = self._around_answer([question, {"role": "assistant", "content": PLACEHOLDER}], 1)
-            found = self._special_next.match(piece[1]) if piece is not None else None
-            return self.tokenizer.convert_tokens_to_ids(found["token"]) if found else None
+            mark = self._special_next.match(piece[1]) if piece is not None else None
+            return self.tokenizer.convert_tokens_to_ids(mark["token"]) if mark else None
         return None
 
     def check_text(self, messages: Sequence[Message]) -> None:
@@ -187,8 +187,8 @@ class ChatTokenizer:
         for message in messages:
             texts = [message["content"], message.get("reasoning_content", "")]
             texts += [json.dumps(message[key], ensure_ascii=False) for key in ("tools", "tool_calls") if key in message]
-            if found := next(filter(None, map(self._special.search, texts)), None):
-                raise DroppedError("special_token_in_text", f"the text contains the special token {found[0]!r}")
+            if match := next(filter(None, map(self._special.search, texts)), None):
+                raise DroppedError("special_token_in_text", f"the text contains the special token {match[0]!r}")
 
     def _around_turn(self, text: str, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
         """The text before and after an answer; None if the template does not print it.
@@ -229,11 +229,11 @@ class ChatTokenizer:
         It is the first special token there if the same one follows the dialogue's last answer; otherwise that token
         opens the next user turn (Llama-2's ``<s>``). Without special tokens it is a text such as ``### End``.
         """
-        found, found_last = self._special_next.match(after), self._special_next.match(after_last)
-        if found and found_last and found["token"] == found_last["token"]:
-            return found.end()
+        special, special_last = self._special_next.match(after), self._special_next.match(after_last)
+        if special and special_last and special["token"] == special_last["token"]:
+            return special.end()
         mark = after_last.rstrip()
-        return len(mark) if not found_last and commonprefix([after, mark]) == mark else 0
+        return len(mark) if not special_last and commonprefix([after, mark]) == mark else 0
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

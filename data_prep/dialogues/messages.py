@@ -69,9 +69,9 @@ def parse_messages(turns: list[Any]) -> list[Message]:
 
 def parse_tools(tools: Any) -> list[dict[str, Any]]:
     """A record's definitions of tools, maybe as JSON text; raises DroppedError: ``broken_tools``, ``invalid_text``."""
-    found = _objects(tools, "broken_tools")
-    _check_text(found)
-    return found
+    definitions = _objects(tools, "broken_tools")
+    _check_text(definitions)
+    return definitions
 
 
 def _check_text(value: Any) -> None:
@@ -106,18 +106,18 @@ def _message(turn: Any) -> Message:
 
 def _of_assistant(turn: dict[str, Any], word: str, text: Any) -> Message:
     """Tool calls, reasoning and weight of an assistant's turn; a turn that is a call has no text."""
-    found: Message = {}
+    message: Message = {}
     calls = _objects(text if word in TOOL_CALLS else turn.get("tool_calls"), "broken_tool_call")
     if calls:
-        found["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = [_call(call) for call in calls]
         if text is None or word in TOOL_CALLS:
-            found["content"] = ""
+            message["content"] = ""
     reasoning = first_value(turn, REASONING_KEYS)
     if isinstance(reasoning, str) and reasoning.strip():
-        found["reasoning_content"] = reasoning
+        message["reasoning_content"] = reasoning
     if turn.get("weight") == 0:
-        found["weight"] = 0
-    return found
+        message["weight"] = 0
+    return message
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

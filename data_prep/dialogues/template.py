@@ -43,7 +43,7 @@ class ChatTemplate:
         return self._print([for_template(message, self._form) for message in messages], messages, prompt)
 
     def settle(self, messages: Sequence[Message]) -> tuple[list[list[Message]], list[str]]:
-        """A dialogue's records, as the target sees them while it writes answers, and the names of the changes.
+        """Return the training records of a dialogue, and the names of what was changed.
 
         Most templates print earlier answers without their reasoning. A dialogue with reasoning then becomes one record
         per turn, which ends with that turn's answer. Each answer is trained on in one record and has ``weight`` 0 in
@@ -53,24 +53,24 @@ class ChatTemplate:
             DroppedError: ``template_refused``, ``tools_not_printed`` (calls or results of tools), or
                 ``no_trained_turn`` (all answers have ``weight`` 0).
         """
-        kept, changes = list(messages), list[str]()
+        dialogue, changes = list(messages), list[str]()
         if uses_tools(messages):
             self._check_tools(messages)
             bare = [_without(message, "tools") for message in messages]
             if "tools" in messages[0] and self.print(bare) == self.print(messages):
-                kept, changes = bare, ["tools_left_out"]
-        answers = [index for index, message in enumerate(kept) if message["role"] == "assistant"]
-        left = [index for index in answers if kept[index].get("weight") != 0]
+                dialogue, changes = bare, ["tools_left_out"]
+        answers = [index for index, message in enumerate(dialogue) if message["role"] == "assistant"]
+        left = [index for index in answers if dialogue[index].get("weight") != 0]
         if not left:
             raise DroppedError("no_trained_turn", "all answers have weight 0")
-        thoughts = {index for index in left if has_thought(kept[index])}
-        forgotten = {index for index in thoughts if not self._shows(kept[: index + 1], index)}
+        thoughts = {index for index in left if has_thought(dialogue[index])}
+        forgotten = {index for index in thoughts if not self._shows(dialogue[: index + 1], index)}
         if forgotten:
             changes.append("reasoning_left_out")
         views: list[list[Message]] = []
-        as_written = {index: self.print(kept[: index + 1]).rstrip() for index in left if thoughts - forgotten}
+        as_written = {index: self.print(dialogue[: index + 1]).rstrip() for index in left if thoughts - forgotten}
         while left:
-            view = kept[: left[-1] + 1]
+            view = dialogue[: left[-1] + 1]
             text = as_written.get(left[-1], "")
             here = [index for index in left if text.startswith(as_written.get(index, ""))]
             views.append([_trained(message, n in here) for n, message in enumerate(view)])
@@ -122,10 +122,10 @@ class ChatTemplate:
                     return form
         return ""
 
-    def _print(self, given: list[Message], messages: Sequence[Message], prompt: bool = False) -> str:
+    def _print(self, prepared: list[Message], messages: Sequence[Message], prompt: bool = False) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                given,
+                prepared,
                 tools=messages[0].get("tools") if messages else None,
                 tokenize=False,
                 add_generation_prompt=prompt,
@@ -137,22 +137,22 @@ class ChatTemplate:
 
 def for_template(message: Message, form: str = "") -> Message:
     """A message with the keys that templates read; ``form``: see ``ChatTemplate._form``."""
-    found = {key: message[key] for key in KEPT_KEYS if key in message}
+    prepared = {key: message[key] for key in KEPT_KEYS if key in message}
     reasoning = message.get("reasoning_content", "")
     if form == "text" and reasoning:
-        found["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{message['content']}"
+        prepared["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{message['content']}"
     elif form == "keys" and has_thought(message):
         if not reasoning:
             before, _, text = message["content"].rpartition(END_THINK)
-            reasoning, found["content"] = before.replace(THINK, "").strip("\n"), text.lstrip("\n")
-        found |= {"reasoning_content": reasoning, "thinking": reasoning}  # gpt-oss reads the latter
-    return found
+            reasoning, prepared["content"] = before.replace(THINK, "").strip("\n"), text.lstrip("\n")
+        prepared |= {"reasoning_content": reasoning, "thinking": reasoning}  # gpt-oss reads the latter
+    return prepared
 
 
 def has_thought(message: Message) -> bool:
     """Whether an answer has reasoning, in its own key or within its text."""
-    before, found, _ = message["content"].rpartition(END_THINK)
-    thought = message["role"] == "assistant" and found and before.replace(THINK, "").strip()
+    before, mark, _ = message["content"].rpartition(END_THINK)
+    thought = message["role"] == "assistant" and mark and before.replace(THINK, "").strip()
     return "reasoning_content" in message or bool(thought)
 
 

@@ -31,10 +31,11 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        own = [number for number, spec in enumerate(groups) if isinstance(spec, HiddenStateCacheSpec)]
-        if len(own) != 1 and len(groups) != 1:
+        state_groups = [number for number, spec in enumerate(groups) if isinstance(spec, HiddenStateCacheSpec)]
+        if len(state_groups) != 1 and len(groups) != 1:
             raise ValueError(f"no single cache group of hidden states among the {len(groups)} groups of this target")
-        self._group = own[0] if own else 0  # targets whose layers are all alike have one group for everything
+        # Targets whose layers are all alike have one group for everything.
+        self._group = state_groups[0] if state_groups else 0
         self._ended: list[Ended] = []  # the scheduler's
         self._shards: Shards | None = None  # the worker's
 
@@ -63,8 +64,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> EndedRequests:
         """The message of this step."""
-        told, self._ended = EndedRequests(self._ended), []
-        return told
+        message, self._ended = EndedRequests(self._ended), []
+        return message
 
     # In a worker.
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -78,12 +79,12 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
         """Read the ended requests; on a GPU, the next step runs after the copies, in stream order."""
-        told = self._get_connector_metadata() if self.has_connector_metadata() else EndedRequests()
-        if self._shards is None or not told.requests:
+        message = self._get_connector_metadata() if self.has_connector_metadata() else EndedRequests()
+        if self._shards is None or not message.requests:
             return None, None
-        for ended in told.requests:
+        for ended in message.requests:
             self._shards.take(ended)
-        return {ended.request for ended in told.requests}, None
+        return {ended.request for ended in message.requests}, None
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Nothing to load; nothing to save per layer, because a request is read as a whole."""

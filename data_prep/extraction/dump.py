@@ -67,9 +67,9 @@ class Tokens:
 def empty_states(header: StoreManifest, tokens: int, pinned: bool) -> dict[str, torch.Tensor]:
     """Host memory for states ``[tokens, H]`` and scales ``[tokens]`` by name; page-locked (``pinned``) for a GPU."""
     shape, kind, names = (tokens, header.hidden_size), storage_dtype(header.dtype), state_names(header.taps)
-    found = {name: torch.empty(shape, dtype=kind, pin_memory=pinned) for name in names}
+    buffers = {name: torch.empty(shape, dtype=kind, pin_memory=pinned) for name in names}
     scaled = names if header.dtype in SCALED else []
-    return found | {f"{name}_scale": torch.empty(tokens, pin_memory=pinned) for name in scaled}
+    return buffers | {f"{name}_scale": torch.empty(tokens, pin_memory=pinned) for name in scaled}
 
 
 @dataclass

@@ -67,10 +67,10 @@ class VLLM:
         """Send ``question`` and read messages up to one with the key ``last``."""
         self._process.say(question)
         while line := self._process.hear():
-            told = json.loads(line)
-            if "error" in told:
-                raise ValueError(f"vLLM: {told['error']} (its log: {self._process.log})")
-            if last in told:
+            message = json.loads(line)
+            if "error" in message:
+                raise ValueError(f"vLLM: {message['error']} (its log: {self._process.log})")
+            if last in message:
                 return
-            progress(told["tokens"])
+            progress(message["tokens"])
         raise ValueError(f"vLLM ended (status {self._process.status()}); {self._process.last_line()}")

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from data_prep.answers.finished import begun_on
-from data_prep.answers.finished import kept as answers_kept
+from data_prep.answers.finished import resume_notice as answers_notice
 from data_prep.answers.heldout import HELDOUT, answers_file, with_own_answers
 from data_prep.common.disk import check_room, free_bytes
 from data_prep.common.progress import Bar
@@ -56,11 +56,11 @@ class Work:
 def make_stores(config: FeaturesConfig, rank: Rank) -> None:
     """Make the stores, or this rank's share of them, except finished ones."""
     chat = load_tokenizer(config.target, config.revision, config.chat_template, start_date(config))
-    own = config.model_copy(update={"dtype": target_dtype(config)})
-    headers = make_headers(config, chat, own.dtype, config.store_dtype, download=True)
-    target = functools.cache(lambda: load_target(config.target, own, rank, capture_only=True))
+    settings = config.model_copy(update={"dtype": target_dtype(config)})
+    headers = make_headers(config, chat, settings.dtype, config.store_dtype, download=True)
+    target = functools.cache(lambda: load_target(config.target, settings, rank, capture_only=True))
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # the first rank prints for all
-        say_dtype(config.target, config.dtype, own.dtype, rank)
+        say_dtype(config.target, config.dtype, settings.dtype, rank)
         if lacks_answers(config, headers):
             config = with_own_answers(config, headers, target)
         missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
@@ -136,12 +136,12 @@ def target_dtype(config: FeaturesConfig) -> str:
     return dtype_here(config)
 
 
-def kept(config: FeaturesConfig) -> str:
+def resume_notice(config: FeaturesConfig) -> str:
     """Last line of an interrupted run: what is kept, and the command that continues."""
     stores = [Path(config.out) / split for split in config.splits]
     dialogues = sum(read_manifest(store).consumed for store in stores if (store / MANIFEST).is_file())
     if not dialogues:
-        return answers_kept(answers_file(config), "held-out answer")
+        return answers_notice(answers_file(config), "held-out answer")
     return f"{dialogues:,} dialogues are kept in {config.out}; to go on: {command()}"
 
 

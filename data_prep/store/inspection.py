@@ -123,9 +123,9 @@ def state_sums(store: FeatureStore, sample: int) -> dict[str, list[float]]:
         taps = {f"tap {layer}": values for layer, values in dialogue.taps.items()}
         for name, values in {"features": dialogue.features, **taps}.items():
             size = values.float().abs()
-            found = torch.tensor([size.double().sum(), (size == 0).sum(), size.numel(), size.max()]).double()
+            current = torch.tensor([size.double().sum(), (size == 0).sum(), size.numel(), size.max()]).double()
             before = sums.get(name, torch.zeros(4, dtype=torch.float64))
-            sums[name] = torch.cat([before[:3] + found[:3], torch.maximum(before[3:], found[3:])])
+            sums[name] = torch.cat([before[:3] + current[:3], torch.maximum(before[3:], current[3:])])
     return {name: values.tolist() for name, values in sums.items()}
 
 

@@ -208,8 +208,8 @@ def read_header(folder: Path) -> StoreManifest:
 
 
 def _first_problem(error: ValidationError) -> str:
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc']))} is {shortened(found['input'])}: {found['msg']}"
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))} is {shortened(problem['input'])}: {problem['msg']}"
 
 
 def read_shard_records(folder: Path) -> list[ShardRecord]:
@@ -239,10 +239,10 @@ def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, sha
     keys = [key for key in SAME if not (same_target and key in OF_THE_TARGET)]
     pairs = [(key, getattr(manifest, key), getattr(wanted, key)) for key in keys]
     pairs = [pair for pair in pairs if not (pair[0] in NOT_COMPARED_IF_NONE and None in pair)]
-    if found := [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
+    if differences := [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
         raise ValueError(
-            f"{folder} holds features with other settings: {'; '.join(found)}. Give another `out`, or delete {folder} "
-            "first"
+            f"{folder} holds features with other settings: {'; '.join(differences)}. Give another `out`, or delete "
+            f"{folder} first"
         )
     there, here = manifest.plan, wanted.plan
     if there and here and (there.dialogues, there.tokens, there.digest) != (here.dialogues, here.tokens, here.digest):

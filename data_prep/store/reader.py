@@ -153,9 +153,9 @@ class FeatureStore:
         try:
             with safe_open(readable(file), framework="pt") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                found = {name: [part.get_dtype(), *part.get_shape()] for name, part in slices.items()}
-                if found != expected:
-                    raise ValueError(f"{file} holds {found}, the manifest says {expected}; make the features again")
+                stored = {name: [part.get_dtype(), *part.get_shape()] for name, part in slices.items()}
+                if stored != expected:
+                    raise ValueError(f"{file} holds {stored}, the manifest says {expected}; make the features again")
                 offsets = opened.get_tensor("offsets").clone()
         except SafetensorError as error:
             raise ValueError(f"{file} is not a readable shard ({error}); make the features again") from error

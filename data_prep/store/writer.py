@@ -70,7 +70,7 @@ class Shard:
         if whole.all():
             return self, []
         tokens = whole.repeat_interleave(torch.tensor(self.lengths))
-        kept = Shard(
+        shard = Shard(
             ids=list(itertools.compress(self.ids, whole)),
             lengths=list(itertools.compress(self.lengths, whole)),
             input_ids=self.input_ids[tokens],
@@ -82,7 +82,7 @@ class Shard:
             f"{self.ids[row]} ({', '.join(name.replace('_', ' ') for name, rows in good.items() if not rows[row])})"
             for row in (~whole).nonzero()[:, 0].tolist()
         ]
-        return kept, wrong
+        return shard, wrong
 
 
 class StoreWriter:
@@ -153,19 +153,19 @@ class StoreWriter:
         """
         if number is None:
             number = max(self._records, default=-1) + 1
-        kept, wrong = shard.stored_as(self._header.dtype).finite()
+        finite, wrong = shard.stored_as(self._header.dtype).finite()
         before, count, name = self.manifest, len(shard.lengths), layout.shard_file(number)
         self._check_finite(before.dropped.get(NON_FINITE, 0) + len(wrong), before.consumed + count, wrong)
-        answers = int(kept.loss_mask.sum())
+        answers = int(finite.loss_mask.sum())
         record = ShardRecord(number=number, consumed=count, non_finite=len(wrong), response_tokens=answers)
         try:
-            if kept.lengths:  # the file first, then its record
+            if finite.lengths:  # the file first, then its record
                 with replacing(self.path / name) as temporary:
-                    save_tensors(kept.tensors(), temporary)
+                    save_tensors(finite.tensors(), temporary)
                     record.entry = ShardEntry(
                         file=name,
-                        dialogues=len(kept.lengths),
-                        tokens=sum(kept.lengths),
+                        dialogues=len(finite.lengths),
+                        tokens=sum(finite.lengths),
                         bytes=temporary.stat().st_size,
                         sha256=file_sha256(temporary),
                     )
@@ -210,16 +210,16 @@ class StoreWriter:
                 )
             self._save_header(wanted)
             return
-        found = layout.read_header(self.path)
-        if not found.complete:
+        header = layout.read_header(self.path)
+        if not header.complete:
             self._load_records()
             for leftover in self.path.glob(".shard-*.tmp"):  # of a dead process, unless of another rank's shard
                 number = leftover.name.removeprefix(".shard-").partition(".")[0]
                 if number.isdigit() and self.rank.takes(int(number)):
                     leftover.unlink(missing_ok=True)
-        layout.check_same(self.path, found.with_records(self._records.values()), wanted, shared)
-        if found.complete or self._records or shared:
-            self._header = found
+        layout.check_same(self.path, header.with_records(self._records.values()), wanted, shared)
+        if header.complete or self._records or shared:
+            self._header = header
         else:  # nothing was written yet: use the new settings
             self._save_header(wanted)
 
@@ -256,8 +256,8 @@ class StoreWriter:
         else:
             fix = f"In {ran} a sound target does not overflow: check its weights, or try dtype float32"
         example = "".join(f"; for example {dialogue}" for dialogue in wrong[:1])
-        kept = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
+        hint = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
         raise ValueError(
             f"{non_finite:,} of the first {consumed:,} dialogues have NaN or infinite features (target in {ran}, "
-            f"stored as {stored}{example}). {fix}{kept}"
+            f"stored as {stored}{example}). {fix}{hint}"
         )
