@@ -184,12 +184,12 @@ def test_the_bias_of_some_tokens(own: bool, folder: Path, ends: FrozenEnds) -> N
     bias = torch.randn(tiny.VOCAB_SIZE)
     task = eagle_task(folder, replace(ends, lm_head=LMHead(ends.lm_head.weight, None, bias)), noise="none")
     task.heads.ids = torch.arange(3, 80, 2, dtype=torch.int32)
-    task.heads.own = [nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False)] if own else []
+    task.heads.drafter_heads = [nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False)] if own else []
     predicted = torch.randn(1, 9, tiny.HIDDEN_SIZE, requires_grad=True)
     target, plain = torch.randn(9, tiny.HIDDEN_SIZE), predicted.detach().clone().requires_grad_()
     found = task.heads.classification(Pairs(predicted, target))
     whole = F.linear(target, ends.lm_head.weight, bias)[:, 3:80:2]
-    ours = task.heads.own[0](plain[0]) if own else F.linear(plain[0], ends.lm_head.weight, bias)
+    ours = task.heads.drafter_heads[0](plain[0]) if own else F.linear(plain[0], ends.lm_head.weight, bias)
     expected = -(whole.softmax(-1) * ours[:, 3:80:2].log_softmax(-1)).sum()
     torch.testing.assert_close(found[0], expected)
     for loss in (found.sum(), expected):

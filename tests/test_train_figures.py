@@ -71,7 +71,7 @@ def test_acceptance_by_hand(settings: dict[str, Any]) -> None:
     own = nn.Linear(4, 2, bias=False)
     own.weight.data.zero_()
     heads = LMHeads(tiny_run.read("eagle", settings), LMHead(torch.eye(4)))
-    heads.own, heads.ids, heads.limit = [own], torch.tensor([1, 3], dtype=torch.int32), 1
+    heads.drafter_heads, heads.ids, heads.limit = [own], torch.tensor([1, 3], dtype=torch.int32), 1
     heads.correction = nn.Linear(1, 2, bias=False)
     heads.correction.weight.data = torch.tensor([[0.0], [1.0]])
     p = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
@@ -191,9 +191,9 @@ def test_an_lm_head_begins_with_the_targets_logits(
         draft_with(task, ids)
     states = torch.randn(3, tiny.HIDDEN_SIZE)
     expected = (0.25 * states @ ends.lm_head.weight.T)[:, ids.long().sort().values]
-    for head in task.heads.own:
+    for head in task.heads.drafter_heads:
         torch.testing.assert_close(head(states), expected)
-    assert task.heads.own
+    assert task.heads.drafter_heads
 
 
 # ------------------------------------------------------------------------------------------- training's own lines

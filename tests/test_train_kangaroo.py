@@ -56,7 +56,7 @@ def test_an_lm_head_of_its_own(settings: dict[str, Any], target: TargetModel, pr
     assert torch.equal(drafter.module.lm_head.weight, head.bfloat16().float())  # the export is in bf16
     states = torch.randn(3, target.hidden_size)
     torch.testing.assert_close(drafter.lm_head(states), states @ drafter.module.lm_head.weight.T)
-    assert run.task.heads.own == [run.task.module.lm_head]
+    assert run.task.heads.drafter_heads == [run.task.module.lm_head]
     assert row_flops(run.task) == 4 * 2 * own.numel()
     drafter.save_pretrained(out / "again")
     assert load_drafter(str(out / "again"), target).module.shape.own_lm_head

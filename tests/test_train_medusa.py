@@ -62,7 +62,7 @@ def test_the_loss_is_the_papers(
             if labels == "tokens":
                 p = (ids == item.input_ids[t]).float()
             for k in range(1, HEADS + 1):
-                lm_head = task.heads.own[k - 1] if own else ends.lm_head
+                lm_head = task.heads.drafter_heads[k - 1] if own else ends.lm_head
                 loss = -(p * lm_head(states[t - k - 1, k - 1])[ids].log_softmax(-1)).sum()  # token i + k + 1, i = t-k-1
                 expected, each[k - 1] = expected + 0.8**k * loss, each[k - 1] + loss.item()
     assert count == len(task.rows(batch)) > 20
@@ -112,6 +112,6 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert isinstance(drafter, MedusaDrafter) and len(drafter.head.lm_heads) == (HEADS if own else 1)
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
     if own:
-        began, given = make_task(run.config, run.task.ends).heads.own, run.task.ends.lm_head.weight
+        began, given = make_task(run.config, run.task.ends).heads.drafter_heads, run.task.ends.lm_head.weight
         assert all(torch.equal(head.weight, given) for head in began)
-        assert not any(torch.equal(head.weight, given) for head in run.task.heads.own)
+        assert not any(torch.equal(head.weight, given) for head in run.task.heads.drafter_heads)

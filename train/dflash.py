@@ -60,7 +60,7 @@ class DFlashTask(Task):
         self.layers_config, self.block_size, self.slots = head.config, head.shape.block_size, head.shape.slots
         self.against_logits = config.target_weight > 0
         if head.lm_head is not None:
-            self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
+            self.heads.drafter_heads, self.lm_heads = [head.lm_head], ("lm_head.weight",)
 
     def check_attention(self) -> None:
         """Blocks are attended to by code of this package only."""
@@ -75,12 +75,12 @@ class DFlashTask(Task):
         blocks = 0
         for span in batch.spans:
             trained = span.of(follows)
-            own = self.drawn(trained, seed, span.dialogue)
-            kept = torch.arange(slots) < runs(trained)[own, None]  # [m, K]
-            rows.append(span.start + rows_of(own, slots)[kept])
-            places.append(blocks * slots + kept.flatten().nonzero().squeeze(1))
-            anchors.append(own.tolist())
-            blocks += len(own)
+            drawn = self.drawn(trained, seed, span.dialogue)
+            inside = torch.arange(slots) < runs(trained)[drawn, None]  # [m, K]
+            rows.append(span.start + rows_of(drawn, slots)[inside])
+            places.append(blocks * slots + inside.flatten().nonzero().squeeze(1))
+            anchors.append(drawn.tolist())
+            blocks += len(drawn)
         if not blocks:  # nothing to train on here; the head must run, because other ranks do
             anchors = [[0]]
         return replace(batch, rows=torch.cat(rows), places=torch.cat(places), anchors=anchors)
@@ -115,10 +115,10 @@ class DFlashTask(Task):
         shortest = math.inf
         for index in range(count):
             trained = predicted(train[index].loss_mask)
-            left, own = runs(trained), self.drawn(trained, self.config.seed * 1_000_003, index)
-            kept = torch.arange(slots) < left[own, None]  # [m, K], as in ``choose``
-            possible, covered = possible + int(trained.sum()), covered + len(rows_of(own, slots)[kept].unique())
-            blocks, whole = blocks + len(own), whole + int((left[own] >= slots).sum())
+            left, drawn = runs(trained), self.drawn(trained, self.config.seed * 1_000_003, index)
+            inside = torch.arange(slots) < left[drawn, None]  # [m, K], as in ``choose``
+            possible, covered = possible + int(trained.sum()), covered + len(rows_of(drawn, slots)[inside].unique())
+            blocks, whole = blocks + len(drawn), whole + int((left[drawn] >= slots).sum())
             begins = left[trained & ~torch.cat([trained.new_zeros(1), trained[:-1]])]
             shortest = min([shortest, *begins.tolist()])
         if not whole and (longest := longest_answer(train)) < slots:
@@ -148,15 +148,15 @@ class DFlashTask(Task):
     def states(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """``[m, K, H]``, as they enter the LM head: of the slots that predict, of all blocks."""
         shape, device = self.config.head, batch.input_ids.device
-        anchors = torch.tensor([place for own in batch.anchors for place in own], dtype=torch.int64, device=device)
+        anchors = torch.tensor([*itertools.chain(*batch.anchors)], dtype=torch.int64, device=device)
         masks = anchors.new_full((len(anchors), shape.block_size - 1), shape.mask_token_id)
         ids = torch.cat([batch.input_ids[0, anchor_rows(batch)][:, None], masks], dim=1)
         places = anchors[:, None] + torch.arange(shape.block_size, device=device)
         features = torch.cat([batch.taps[tap] for tap in shape.reads], dim=-1)
         positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
         blocks = Blocks(batch.dialogue_lengths(), batch.anchors, shape.block_size, shape.causal)
-        found = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
-        return found.view(len(anchors), shape.block_size, found.shape[-1])[:, shape.first_slot :]
+        states = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
+        return states.view(len(anchors), shape.block_size, states.shape[-1])[:, shape.first_slot :]
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Further parts of the pairs, from the slots' states ``[m, K, H]``, if slots depend on the tokens before."""
@@ -179,8 +179,8 @@ class DFlashTask(Task):
     def acceptance(self, pairs: Pairs) -> Tensor:
         """a_i of D-PACE, ``[n]``."""
         compared = pairs if self.against_logits else of_text(pairs)
-        _, (found,) = self.heads.divergence_and_overlap(compared, "cross_entropy")
-        return found
+        _, (overlap,) = self.heads.divergence_and_overlap(compared, "cross_entropy")
+        return overlap
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         config = self.config
@@ -215,12 +215,12 @@ class DFlashTask(Task):
 
     def figures(self, batch: Batch, pairs: Pairs, overlap: Tensor, agree: Tensor) -> dict[str, Ratio]:
         """``heldout`` of pairs whose expected acceptance and agreement are known, ``[n]`` each."""
-        found = {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
+        ratios = {"expected_acceptance": mean(overlap), "top1_agreement": mean(agree)}
         slot = batch.places % self.slots
         for k in range(self.slots):
-            found[f"slot_{k + 1}_top1"] = mean(agree[slot == k])
-            found[f"slot_{k + 1}_expected_acceptance"] = mean(overlap[slot == k])
-        return found
+            ratios[f"slot_{k + 1}_top1"] = mean(agree[slot == k])
+            ratios[f"slot_{k + 1}_expected_acceptance"] = mean(overlap[slot == k])
+        return ratios
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         raise NotImplementedError("a block drafter predicts slots of blocks: pairs")
@@ -234,7 +234,7 @@ def rows_of(anchors: Tensor, slots: int) -> Tensor:
 def anchor_rows(batch: Batch) -> Tensor:
     """int64 ``[m]``: the anchors' places in the batch's only row."""
     starts = itertools.accumulate(batch.dialogue_lengths(), initial=0)
-    flat = [start + place for start, own in zip(starts, batch.anchors, strict=False) for place in own]
+    flat = [start + place for start, anchors in zip(starts, batch.anchors, strict=False) for place in anchors]
     return torch.tensor(flat, dtype=torch.int64, device=batch.input_ids.device)
 
 

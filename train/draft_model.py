@@ -61,7 +61,7 @@ class DraftModelTask(Task):
     def __init__(self, config: DraftModelConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         self.layers_config = self.module.base.config
-        self.heads.own = [self.module.lm_head]
+        self.heads.drafter_heads = [self.module.lm_head]
         self.against_logits = config.divergence != "tokens"
         self.boost = Boosting(config.boost, self.heads, dtype_of(config)) if config.boost else None
 

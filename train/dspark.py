@@ -56,11 +56,11 @@ class DSparkTask(DFlashTask):
         head: Any = self.module
         previous = self.tokens_before_slots(batch)
         latents = head.markov_head(previous, states).flatten(0, 1)
-        found = {"latents": latents[batch.places][None]}
+        fields = {"latents": latents[batch.places][None]}
         if self.config.head.confidence_head:
             chosen = states.flatten(0, 1)[batch.places], previous.flatten()[batch.places]
-            found["confidence"] = head.confidence(*chosen)
-        return found
+            fields["confidence"] = head.confidence(*chosen)
+        return fields
 
     def tokens_before_slots(self, batch: Batch) -> Tensor:
         """int64 ``[m, K]``: the text's token before that of each slot, the row's last token where the text ends."""
@@ -81,8 +81,8 @@ class DSparkTask(DFlashTask):
 
     def figures(self, batch: Batch, pairs: Pairs, overlap: Tensor, agree: Tensor) -> dict[str, Ratio]:
         """Also ``confidence_error``: mean distance of the estimated acceptance from sum_x min(p, q)."""
-        found = super().figures(batch, pairs, overlap, agree)
+        ratios = super().figures(batch, pairs, overlap, agree)
         if pairs.confidence is not None:
             distance = (pairs.confidence.sigmoid() - overlap).abs()
-            found["confidence_error"] = Ratio(distance.sum(), torch.tensor(len(distance), device=distance.device))
-        return found
+            ratios["confidence_error"] = Ratio(distance.sum(), torch.tensor(len(distance), device=distance.device))
+        return ratios

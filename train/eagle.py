@@ -112,11 +112,11 @@ class EagleTask(Task):
         """Step n counts ``unroll_weight`` ^ n; the names of the first step's losses have no number."""
         regression, classification = regression_sum(pairs), self.heads.classification(pairs)
         decay = self.config.unroll_weight ** torch.arange(len(regression), device=regression.device)
-        found = {"loss": (decay * (regression + self.config.classification_weight * classification)).sum()}
+        losses = {"loss": (decay * (regression + self.config.classification_weight * classification)).sum()}
         for n, (first, second) in enumerate(zip(regression, classification, strict=True)):
             number = f"_{n}" if n else ""
-            found |= {f"regression_loss{number}": first, f"classification_loss{number}": second}
-        return found
+            losses |= {f"regression_loss{number}": first, f"classification_loss{number}": second}
+        return losses
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         ratios = chain_alpha(module, self.ends, batch, CHAIN_DEPTH, self.token_shift)

@@ -60,7 +60,7 @@ class Eagle3Task(Task):
         head: Any = self.module
         self.layers_config = head.config
         if config.head.own_lm_head:
-            self.heads.own, self.lm_heads = [head.lm_head], ("lm_head.weight",)
+            self.heads.drafter_heads, self.lm_heads = [head.lm_head], ("lm_head.weight",)
         if config.lm_head_start == "target" and config.draft_vocab is None:
             head.lm_head.weight.data.copy_(ends.lm_head.scaled)
 
@@ -74,7 +74,7 @@ class Eagle3Task(Task):
             unrolled(module, self.ends.embed, batch, self.passes, features=self.fused(batch), detach=False)
         )
         # [S, n, H]: step n begins n positions before the row of the token that all steps predict.
-        predictions = torch.stack([head.scored(found.flatten(0, 1)[batch.rows - n]) for n, found in steps])
+        predictions = torch.stack([head.scored(outputs.flatten(0, 1)[batch.rows - n]) for n, outputs in steps])
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
         return Pairs(predictions, targets, self.weights(targets))
 
@@ -101,11 +101,11 @@ class Eagle3Task(Task):
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """``step_n_top1`` and ``step_n_expected_acceptance`` of each step on the text's tokens; and ``n-alpha``, the
         same as ``step_n_top1`` of the chains whose steps before n were all accepted."""
-        found: dict[str, Ratio] = {}
+        figures: dict[str, Ratio] = {}
         for n, (overlap, agree) in enumerate(zip(*self.heads.compare(pairs), strict=True)):
-            found |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
+            figures |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
         ratios = chain_alpha(module, self.ends, batch, self.passes, features=self.fused(batch), guess=self.guess)
-        return found | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
+        return figures | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
 
     def fused(self, batch: Batch) -> Tensor:
         """fc(g), ``[R, L, H]``."""
@@ -115,5 +115,5 @@ class Eagle3Task(Task):
     def guess(self, predicted: Tensor) -> Tensor:
         """The token that the head drafts after each of its outputs ``[R, L, H]``: int64 ``[R, L]``."""
         head: Any = self.module
-        found = self.heads.drafted(head.scored(predicted).flatten(0, 1))
-        return found.view(predicted.shape[:2])
+        tokens = self.heads.drafted(head.scored(predicted).flatten(0, 1))
+        return tokens.view(predicted.shape[:2])

@@ -42,7 +42,7 @@ class KangarooTask(Task):
         if config.head.own_lm_head:
             head: Any = self.module.lm_head
             head.weight.data.copy_(ends.lm_head.scaled)
-            self.heads.own, self.lm_heads = [head], ("lm_head.weight",)
+            self.heads.drafter_heads, self.lm_heads = [head], ("lm_head.weight",)
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         return module(batch.taps[self.config.head.exit_layer], batch.position_ids, batch.attention())

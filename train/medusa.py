@@ -59,13 +59,15 @@ class MedusaTask(Task):
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
         module: Any = self.module
-        self.heads.own = module.lm_heads() if config.head.own_lm_heads else []
-        for head in self.heads.own:
+        self.heads.drafter_heads = module.lm_heads() if config.head.own_lm_heads else []
+        for head in self.heads.drafter_heads:
             head.weight.data.copy_(ends.lm_head.scaled)
         every = range(config.head.heads)
         self.predictions, self.earliest = config.head.heads, config.head.heads + 1
         self.constant_inputs = tuple(f"{head}.0.linear.weight" for head in every)
-        self.lm_heads = tuple(f"{head}.{config.head.layers}.weight" for head in every) if self.heads.own else ()
+        self.lm_heads = (
+            tuple(f"{head}.{config.head.layers}.weight" for head in every) if self.heads.drafter_heads else ()
+        )
         self.against_logits = config.labels == "target"
 
     def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
@@ -88,10 +90,10 @@ class MedusaTask(Task):
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """``head_k_expected_acceptance`` and ``head_k_top1`` of each head, as the base class has them."""
-        found: dict[str, Ratio] = {}
+        ratios: dict[str, Ratio] = {}
         for k, (overlap, agree) in enumerate(zip(*self.heads.compare(self.judged(pairs)), strict=True), start=1):
-            found |= {f"head_{k}_top1": mean(agree), f"head_{k}_expected_acceptance": mean(overlap)}
-        return found
+            ratios |= {f"head_{k}_top1": mean(agree), f"head_{k}_expected_acceptance": mean(overlap)}
+        return ratios
 
 
 class JointTask(MedusaTask):
@@ -151,9 +153,9 @@ class JointTask(MedusaTask):
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
         """Also ``target_expected_acceptance`` and ``target_top1``: how near the tuned target is to the untuned one."""
-        found = super().heldout(module, batch, pairs)
+        ratios = super().heldout(module, batch, pairs)
         overlap, agree = self.heads.compare(Pairs(pairs.predictions[:1], pairs.targets))
-        return found | {"target_expected_acceptance": mean(overlap), "target_top1": mean(agree)}
+        return ratios | {"target_expected_acceptance": mean(overlap), "target_top1": mean(agree)}
 
     def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, Drafter]:
         model: Any = tuned_target(self.config, self.ends.config, weights).merged()

@@ -95,7 +95,7 @@ def plain_loss_sum(task: Task, module: Any, batch: Batch, seed: int | None = Non
     targets = target_states(batch, task.ahead).flatten(0, 1)
     plain = copy(task)
     plain.heads = PlainHeads(task.config, task.ends.lm_head)
-    plain.heads.own = task.heads.own
+    plain.heads.drafter_heads = task.heads.drafter_heads
     return plain.losses(Pairs(predictions, targets, trained.expand(len(predictions), -1)))["loss"]
 
 
@@ -110,7 +110,7 @@ class PlainHeads(LMHeads):
             p = F.softmax(self.target(pairs.targets), dim=-1, dtype=torch.float32)
         sums = []
         for number, (predicted, weights) in enumerate(zip(pairs.predictions, pairs.weights, strict=True)):
-            head = self.own[number] if self.own else self.target
+            head = self.drafter_heads[number] if self.drafter_heads else self.target
             log_q = F.log_softmax(head(predicted), dim=-1, dtype=torch.float32)
             sums.append(-((p * log_q).sum(-1) * weights).sum())
         return torch.stack(sums)

@@ -95,7 +95,7 @@ class Blocks(Dialogues):
         if self._masks:
             return self._masks[0]
         starts = list(itertools.accumulate(self.lengths, initial=0))
-        every = [(start, start + at) for start, own in zip(starts, self.anchors, strict=False) for at in own]
+        every = [(start, start + at) for start, anchors in zip(starts, self.anchors, strict=False) for at in anchors]
         first, behind = (torch.tensor(each, device=device) for each in zip(*every, strict=True))  # of what a block sees
         size, causal = self.size, self.causal
         rows = torch.arange(len(every) * size, device=device)
@@ -179,13 +179,13 @@ def dialogue_attention(
         attend = block_attention if on_cpu else flex_block_attention
         return attend(module, query, key, value, attention_mask, **options), None
     attend = blocked_attention if on_cpu else fused_attention
-    given = [query, key, value]
+    inputs = [query, key, value]
     if window is not None:
         attend = partial(blocked_attention, window=attention_mask.within(window))
     if beside := attention_mask.beside(module):
         attend = attend if window is not None else blocked_attention  # no kernel has these keys
-        given += [torch.stack(states, dim=3) for states in zip(*beside, strict=True)]
-    parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in given), strict=True)
+        inputs += [torch.stack(states, dim=3) for states in zip(*beside, strict=True)]
+    parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in inputs), strict=True)
     return torch.cat([attend(module, *part, **options) for part in parts], dim=1), None
 
 
@@ -268,8 +268,8 @@ def block_attention(
     if blocks.causal:
         later = later.fill_(float("-inf")).triu(1)
     at_once = max(1, BLOCK // size)
-    starts = [range(0, len(own), at_once) for own in blocks.anchors]
-    groups = [own[at : at + at_once] for own, every in zip(blocks.anchors, starts, strict=True) for at in every]
+    starts = [range(0, len(anchors), at_once) for anchors in blocks.anchors]
+    groups = [anchors[at : at + at_once] for anchors, every in zip(blocks.anchors, starts, strict=True) for at in every]
     counts = [len(group) * size for group in groups]
 
     # ``split`` and not slices: the gradient of each slice would be as large as the whole.
@@ -279,9 +279,9 @@ def block_attention(
     context, inside = zip(*(each.split([tokens, sum(counts)], dim=1) for each in wider), strict=True)
     dialogues = zip(*(each.split(blocks.lengths, dim=1) for each in context), strict=True)
     behind = [states for states, every in zip(dialogues, starts, strict=False) for _ in every]  # of each group
-    own = zip(*(each.split(counts, dim=1) for each in inside), strict=True)
-    found = []
-    for anchors, queries, (far_k, far_v), (own_k, own_v) in zip(groups, q, behind, own, strict=True):
+    of_blocks = zip(*(each.split(counts, dim=1) for each in inside), strict=True)
+    outputs = []
+    for anchors, queries, (far_k, far_v), (own_k, own_v) in zip(groups, q, behind, of_blocks, strict=True):
         last, count, single = anchors[-1], len(anchors) * size, (heads * len(anchors), size, width)
         unseen = torch.arange(last, device=q[0].device) >= torch.tensor(anchors, device=q[0].device)[:, None]
         hidden = torch.zeros_like(unseen, dtype=wide).masked_fill_(unseen, float("-inf")).repeat_interleave(size, 0)
@@ -292,8 +292,8 @@ def block_attention(
         weights = F.dropout(weights, dropout) if dropout else weights
         of_far, of_near = weights.split([last, size], dim=-1)
         mixed = (of_near.reshape(single[0], size, size) @ own_v.reshape(single)).view(heads, count, width)
-        found.append(mixed + of_far @ far_v[:, :last])
-    return torch.cat(found, dim=1).transpose(0, 1)[None].to(query.dtype)
+        outputs.append(mixed + of_far @ far_v[:, :last])
+    return torch.cat(outputs, dim=1).transpose(0, 1)[None].to(query.dtype)
 
 
 def flex_block_attention(

@@ -148,7 +148,7 @@ class Engine:
         groups, muon = parameter_groups(module, [*parts, ""]), None
         if config.optimizer == "muon":
             leave = [module.get_parameter(name) for name in lm_heads]
-            groups = [own for group in groups for own in matrix_groups(group, leave)]
+            groups = [part for group in groups for part in matrix_groups(group, leave)]
             muon = Muon(groups, **adam_settings(config))
         self._matrices = {id(weights) for group in groups if SHAPE in group for weights in group["params"]}
         with exact_buffers(module):

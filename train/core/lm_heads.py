@@ -18,8 +18,8 @@ class LMHeads:
 
     Attributes:
         target: the target's frozen LM head.
-        own: LM heads of the drafter's own, one for each of the S predictions or one for all; empty: all use the
-            target's. One may have the rows of ``ids`` only.
+        drafter_heads: the drafter's own LM heads, one for each of the S predictions or one for all; empty if all use
+            the target's. One may have the rows of ``ids`` only.
         correction: the drafter's term of its logits, from ``Pairs.latents``; its rows are those of its LM head.
         ids: int32 ``[N]``, the tokens of the config's ``loss_vocab``, over which the loss is taken; None: all tokens.
         limit: rows of logits at a time; None: by the device.
@@ -27,7 +27,7 @@ class LMHeads:
 
     def __init__(self, config: TrainConfig, target: LMHead) -> None:
         self.config, self.target = config, target
-        self.own: Sequence[nn.Linear] = ()
+        self.drafter_heads: Sequence[nn.Linear] = ()
         self.correction: nn.Linear | None = None
         self.ids: Tensor | None = None
         self.limit = config.loss_chunk_rows
@@ -84,9 +84,9 @@ class LMHeads:
             function = partial(function, eta=self.config.lk_eta)
         elif name == "jsd":
             function = partial(function, beta=self.config.beta)  # type: ignore[attr-defined]
-        own, size = [self._rows_of(head) for head in self.own], self.rows_at_once(self.sliced)
+        weights, size = [self._rows_of(head) for head in self.drafter_heads], self.rows_at_once(self.sliced)
         correction = None if pairs.latents is None or self.correction is None else self._rows_of(self.correction)
-        return losses.divergence_sum(pairs, self.sliced, function, term, size, own, correction, overlap)
+        return losses.divergence_sum(pairs, self.sliced, function, term, size, weights, correction, overlap)
 
     def _rows_of(self, head: nn.Linear) -> Tensor:
         """The weights of ``head`` for the tokens ``ids``."""
@@ -119,7 +119,7 @@ class LMHeads:
 
     def own_of(self, number: int) -> nn.Linear | None:
         """The LM head of the drafter's own for a prediction, if it has any."""
-        return self.own[min(number, len(self.own) - 1)] if self.own else None
+        return self.drafter_heads[min(number, len(self.drafter_heads) - 1)] if self.drafter_heads else None
 
     def _is_reduced(self, head: nn.Linear) -> bool:
         """Whether ``head`` has the rows of ``ids`` only."""

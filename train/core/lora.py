@@ -38,7 +38,7 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
         targets = [path for path in linear if path != "lm_head"]
     if "lm_head" in targets and not pretrained:
         raise ValueError("lora.targets: a drafter's lm_head stays as it is; leave it out")
-    given = peft.LoraConfig(
+    settings = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -47,19 +47,19 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
     )
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
-            adapter = peft.get_peft_model(model, given)
+            adapter = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
-    given.base_model_name_or_path = name  # peft takes it from a model, not from a module
+    settings.base_model_name_or_path = name  # peft takes it from a model, not from a module
     return adapter
 
 
 @torch.no_grad()
 def load_base(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy ``weights``, by the names of a model without LoRA, into the frozen matrices of ``model``."""
-    own = {name.replace(".base_layer.", "."): value for name, value in model.state_dict(keep_vars=True).items()}
+    matrices = {name.replace(".base_layer.", "."): value for name, value in model.state_dict(keep_vars=True).items()}
     for name, value in weights.items():
-        own[name].copy_(value)
+        matrices[name].copy_(value)
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:

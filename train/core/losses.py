@@ -148,7 +148,7 @@ def divergence_sum(
     divergence: Divergence = cross_entropy,
     term: TopK | TextTokens | None = None,
     chunk_rows: int = 256,
-    own: Sequence[Tensor] = (),
+    drafter_heads: Sequence[Tensor] = (),
     correction: Tensor | None = None,
     overlap: Tensor | None = None,
 ) -> Tensor:
@@ -160,12 +160,12 @@ def divergence_sum(
 
     Args:
         pairs: of n tokens.
-        lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``own``.
+        lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``drafter_heads``.
         divergence: one of those above.
         term: a term to add; it reads ``pairs.tokens``.
         chunk_rows: tokens whose logits are in memory at a time.
-        own: the weight ``[V, h]`` of an LM head of the drafter's own for each of the S predictions, or one for all,
-            whose sums must then enter the loss with one factor; it gets a gradient if it requires one.
+        drafter_heads: the weight ``[V, h]`` of the drafter's own LM head for each of the S predictions, or one for
+            all, whose sums must then enter the loss with one factor; it gets a gradient if it requires one.
         correction: the weight W ``[V, r]`` of the drafter's correction: q = softmax(lm_head(predictions) + W latents).
             It gets a gradient, and its sums must enter the loss with one factor.
         overlap: float32 ``[S, n]``, overwritten with sum_x min(p(x), q(x)), the acceptance rate of sampled drafting;
@@ -175,7 +175,7 @@ def divergence_sum(
         float32 ``[S]``.
     """
     wide = torch.promote_types(pairs.predictions.dtype, torch.float32)
-    heads = list(own) or [lm_head.weight]
+    heads = list(drafter_heads) or [lm_head.weight]
     latents = None if correction is None else pairs.latents
     inputs = [pairs.predictions, latents, correction, *heads]
     gradients = [_zeros_for(tensor, wide) for tensor in inputs]
@@ -191,7 +191,7 @@ def divergence_sum(
             leaves: list[Any] = [_part_of(inputs[i], k, rows, gradients[i] is not None) for i in used]
             places = [_part_of(gradients[i], k, rows, False) for i in used]
             with torch.set_grad_enabled(any(place is not None for place in places)):
-                log_q = _log_draft_distribution(leaves, None if own else lm_head, wide)
+                log_q = _log_draft_distribution(leaves, None if drafter_heads else lm_head, wide)
                 terms = divergence(p, log_q) if term is None else divergence(p, log_q) + term(p, log_q, part.tokens)
                 total = torch.dot(terms, known if part.weights is None else known * part.weights[k])
             sums[k] += total.detach()
@@ -279,9 +279,9 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *by_sums: Tensor) -> tuple[Any, ...]:
-        found: list[Any] = []
+        gradients: list[Any] = []
         for gradient, place, dtype in zip(ctx.gradients, ctx.factors, ctx.dtypes, strict=True):
             factor = by_sums[0][place]
             factor = factor[:, None, None] if factor.dim() else factor
-            found.append(None if gradient is None else (gradient * factor).to(dtype))
-        return None, None, None, *found
+            gradients.append(None if gradient is None else (gradient * factor).to(dtype))
+        return None, None, None, *gradients

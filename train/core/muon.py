@@ -50,14 +50,14 @@ class Muon(torch.optim.AdamW):
         groups = self.param_groups
         self.param_groups = [group for group in groups if SHAPE not in group]
         try:
-            found = super().step(closure)
+            loss = super().step(closure)
         finally:
             self.param_groups = groups
         for group in groups:
             for weights in group["params"] if SHAPE in group else ():
                 if weights.grad is not None:
                     self._move(weights, weights.grad, group)
-        return found
+        return loss
 
     def _move(self, weights: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weights]
@@ -105,5 +105,5 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
     if like.dim() == 2:
         return whole
     start = torch.distributed.get_rank() * len(like)
-    own = whole.flatten()[start : start + len(like)]
-    return nn.functional.pad(own, (0, len(like) - len(own)))
+    share = whole.flatten()[start : start + len(like)]
+    return nn.functional.pad(share, (0, len(like) - len(share)))

@@ -42,11 +42,12 @@ def check_same_step(ranks: Ranks, step: int, device: torch.device) -> None:
     """Raise ValueError, on every rank, unless all continue from the same ``step``; a collective."""
     steps = torch.zeros(ranks.count, dtype=torch.int64, device=device)
     steps[ranks.rank] = step
-    found = ranks.total(steps).tolist()
-    if len(set(found)) > 1:
+    by_rank = ranks.total(steps).tolist()
+    if len(set(by_rank)) > 1:
         raise ValueError(
-            f"the ranks found saved states of different steps ({', '.join(map(str, found))}): the run folder must lie "
-            "where every node sees the same files; a network file system may need a minute after a kill: start again"
+            f"the ranks found saved states of different steps ({', '.join(map(str, by_rank))}): the run folder must "
+            "lie where every node sees the same files; a network file system may need a minute after a kill: start "
+            "again"
         )
 
 
@@ -74,12 +75,12 @@ def threads_of_rank(environment: Mapping[str, str], local: int) -> int | None:
 
 def check_devices(config: TrainConfig) -> None:
     """Raise ValueError if the config names a device that this machine lacks."""
-    wanted, found = torch.device(config.tau_device or "cpu"), ["cpu"]
+    wanted, devices = torch.device(config.tau_device or "cpu"), ["cpu"]
     if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        found += [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
-    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in found:
+        devices += [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
+    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in devices:
         raise ValueError(
-            f"tau_device: this machine has no {config.tau_device}, only {', '.join(found)}; set one, or null"
+            f"tau_device: this machine has no {config.tau_device}, only {', '.join(devices)}; set one, or null"
         )
 
 

@@ -56,15 +56,15 @@ def init_from(task: Task, checkpoint: str) -> None:
         ValueError: nothing loadable there, another method's drafter, other shapes, or an adapter of an adapter.
     """
     config = task.config
-    found, weights = (load_head if config.lora is None else load_checkpoint)(checkpoint)
-    if "base" in found:
-        raise ValueError(f"init_from: {checkpoint} is an adapter itself, of {found['base']['name']!r}; name that")
-    if found["drafter_type"] != config.drafter:
+    stored, weights = (load_head if config.lora is None else load_checkpoint)(checkpoint)
+    if "base" in stored:
+        raise ValueError(f"init_from: {checkpoint} is an adapter itself, of {stored['base']['name']!r}; name that")
+    if stored["drafter_type"] != config.drafter:
         raise ValueError(
-            f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
+            f"init_from: {checkpoint} holds a drafter of type {stored['drafter_type']!r}, and this trains "
             f"{config.drafter!r}; name one of these"
         )
-    theirs, ours = task.drafter.read_section(found["drafter"], checkpoint)[0].model_dump(), task.head.model_dump()
+    theirs, ours = task.drafter.read_section(stored["drafter"], checkpoint)[0].model_dump(), task.head.model_dump()
     for key in ours:
         before, now = _typed(theirs[key]), _typed(ours[key])
         if key not in SHOWN and before != now:
@@ -77,7 +77,7 @@ def init_from(task: Task, checkpoint: str) -> None:
         load_state(task.drafting_module, weights, source)
         return
     task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
-    if ids is not None and (count := found["drafter"].get("draft_vocab")):
+    if ids is not None and (count := stored["drafter"].get("draft_vocab")):
         task.draft_ids = ids[:count]
     plain = task.drafter.build_module(task.ends.config, task.head)
     load_state(plain, weights, source)

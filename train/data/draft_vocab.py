@@ -145,8 +145,8 @@ def count_text(file: str, vocab: int, tokenizer: Any, name: str) -> Tensor:
     counts = torch.zeros(vocab, dtype=torch.int64)
     lines = read_text(Path(file)).splitlines(keepends=True)
     for start in range(0, len(lines), LINES):
-        found = tokenizer(lines[start : start + LINES], add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([token for line in found for token in line], dtype=torch.int64)
+        encoded = tokenizer(lines[start : start + LINES], add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([token for line in encoded for token in line], dtype=torch.int64)
         if len(ids) and int(ids.max()) >= vocab:
             raise ValueError(f"the tokenizer {name} has token {int(ids.max())}, and the vocabulary {vocab:,} tokens")
         counts += torch.bincount(ids, minlength=vocab)

@@ -96,8 +96,8 @@ class OnlineFeatures:
         """Copy a cached dialogue into ``states``; False if it is not cached."""
         if self.cache is None:
             return False
-        own = {key: span.of(values) for key, values in states.items()}
-        return self.cache.read(span.dialogue, span.of(batch.input_ids), own)
+        views = {key: span.of(values) for key, values in states.items()}
+        return self.cache.read(span.dialogue, span.of(batch.input_ids), views)
 
     def _compute(self, batch: Batch, places: list[Span], states: States) -> None:
         """Run the target on the dialogues at ``places``, in rows of up to ``batch_tokens``, and fill ``states``."""
@@ -125,8 +125,8 @@ class OnlineFeatures:
             output = target.run(packed(batch.input_ids), None, Rows(see, packed(batch.position_ids)), taps=taps)
         else:
             output = target.features(packed(batch.input_ids), taps=taps)
-        for key, found in [(None, output.features), *output.taps.items()]:
-            for row, members in zip(found, rows, strict=True):
+        for key, hidden in [(None, output.features), *output.taps.items()]:
+            for row, members in zip(hidden, rows, strict=True):
                 lengths = [span.length for span in members]
                 for span, part in zip(members, row[: sum(lengths)].split(lengths), strict=True):
                     span.of(states[key]).copy_(part)
@@ -187,9 +187,9 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
 def as_feature_keys(config: TrainConfig, data: OnlineData) -> FeatureKeys:
     """The keys with which data_prep.features would store these features."""
     same = data.model_dump(include={"chat_template", "max_length", "limit"})
-    own = {"target": config.target, "revision": config.revision, "dtype": data.target_dtype}
+    of_target = {"target": config.target, "revision": config.revision, "dtype": data.target_dtype}
     splits = {"train": data.train, "heldout": data.heldout}
-    return validate(FeatureKeys, same | own | {"splits": splits, "exit_layers": list(config.taps)}, source="data")
+    return validate(FeatureKeys, same | of_target | {"splits": splits, "exit_layers": list(config.taps)}, source="data")
 
 
 def load_target(config: TrainConfig, device: torch.device) -> TargetModel:

@@ -47,9 +47,9 @@ def add_nothing(head: nn.Module) -> None:
 
 def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs ``[n, 2 H]`` and targets ``[n, H]`` of fc, part by part, up to about ``wanted`` rows."""
-    device, found = task.ends.embed.weight.device, 0
+    device, count = task.ends.embed.weight.device, 0
     for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
-        if found >= wanted:
+        if count >= wanted:
             return
         batch = collate(train, part)
         rows = task.rows(batch)
@@ -57,7 +57,7 @@ def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tens
         read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]
         features, targets = batch.features.flatten(0, 1)[rows], target_states(batch, task.ahead).flatten(0, 1)[rows]
         yield torch.cat([task.ends.embed(read).float(), features], dim=-1), targets
-        found += len(rows)
+        count += len(rows)
 
 
 def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor) -> Tensor:

@@ -57,12 +57,12 @@ class Boosting:
             load = partial(TargetModel.from_pretrained, dtype=self.dtype, device=device, engine="stock")
             self._models = self._models or [load(name) for name in self.options.after]
             # Spread evenly, and the same in every epoch: multiples of the golden ratio's fraction.
-            found = batch.position_ids * 0.6180339887 % 1 < self.options.keep
-            covered = torch.zeros_like(found)
+            trained = batch.position_ids * 0.6180339887 % 1 < self.options.keep
+            covered = torch.zeros_like(trained)
             for model in self._models:
                 covered |= covered_rows(right_rows(model, batch, self.heads), batch, self.options.length)
-            found |= ~covered
-            self._trained |= {text: span.of(found).clone() for span, text in zip(batch.spans, texts, strict=True)}
+            trained |= ~covered
+            self._trained |= {text: span.of(trained).clone() for span, text in zip(batch.spans, texts, strict=True)}
         left = torch.zeros_like(batch.loss_mask)
         for span, text in zip(batch.spans, texts, strict=True):
             span.of(left)[:] = self._trained[text]

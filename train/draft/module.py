@@ -50,14 +50,14 @@ class DraftModule(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | None = None) -> Tensor:
         """Ids and positions ``[R, L]`` -> inputs of the LM head, ``[R, L, h]``; row i is about token i + 1."""
-        given = {"input_ids": input_ids, "position_ids": position_ids, "dialogues": mask}
-        normed: Tensor = self.base.model(**given, use_cache=False).last_hidden_state
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "dialogues": mask}
+        normed: Tensor = self.base.model(**inputs, use_cache=False).last_hidden_state
         return normed
 
     def merged(self) -> PreTrainedModel:
         """transformers' model with LoRA merged into its weights; this module must not be used afterwards."""
-        found: PreTrainedModel = self.model if self.lora is None else merged_lora(self.model)
-        return found
+        model: PreTrainedModel = self.model if self.lora is None else merged_lora(self.model)
+        return model
 
 
 def draft_module(name: str, lora: Lora | None, attention: str = NAME) -> DraftModule:
@@ -110,11 +110,11 @@ def load_weights(module: DraftModule, name: str, revision: str | None = None) ->
         ValueError: nothing loadable there.
     """
     disable_progress_bar()  # transformers' own, beside the training's
-    found, _ = load_model(name, "float32", "cpu", revision, None, (0, 0))
-    load_base(module.base, found.state_dict())
-    module.base.generation_config = found.generation_config
+    model, _ = load_model(name, "float32", "cpu", revision, None, (0, 0))
+    load_base(module.base, model.state_dict())
+    module.base.generation_config = model.generation_config
 
 
 def names_of(module: nn.Module, weights: list[nn.Parameter]) -> tuple[str, ...]:
     """The names of some of a module's weights."""
-    return tuple(name for name, own in module.named_parameters() if own in {*weights})
+    return tuple(name for name, parameter in module.named_parameters() if parameter in {*weights})

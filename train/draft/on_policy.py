@@ -41,14 +41,14 @@ class OnPolicyText:
         self._answers: dict[tuple[int, int], list[int]] = {}  # by epoch and dialogue
         self._until = 0  # the first step without answers
 
-    def rewrite(self, position: Position, given: StepData) -> list[Batch]:
+    def rewrite(self, position: Position, data: StepData) -> list[Batch]:
         """The batches of the step at ``position``, with the draft model's answers."""
         step, every = self.step(), self.options.every
         if step >= self._until or step % every == 0:  # also after a resume
             self._until = step - step % every + every
             self._answer(self.draft_model(), position, self._until - step)
             gc.collect()  # reference cycles would hold the model's GPU memory
-        return [self._rewritten(batch, given.epoch) for batch in given.batches]
+        return [self._rewritten(batch, data.epoch) for batch in data.batches]
 
     def chosen(self, epoch: int, dialogue: int) -> bool:
         """Whether the dialogue gets another answer in this epoch."""
@@ -69,7 +69,7 @@ class OnPolicyText:
             prompts, epochs, indices = zip(*wanted[first : first + self.options.batch], strict=True)
             rooms = [len(self.store[i].input_ids) - len(prompt) for prompt, i in zip(prompts, indices, strict=True)]
             most = min(max(rooms), self.options.max_new_tokens, model.max_context - max(map(len, prompts)))
-            made = generate(
+            outputs = generate(
                 model,
                 make_drafter("autoregressive", model),
                 list(prompts),
@@ -79,15 +79,15 @@ class OnPolicyText:
                 seed=int(torch.randint(2**62, (2,), generator=self._generator(epochs[0], indices[0]))[1]),
             )
             keys = zip(epochs, indices, strict=True)
-            for key, room, row, length in zip(keys, rooms, made.tokens, made.lengths, strict=True):
+            for key, room, row, length in zip(keys, rooms, outputs.tokens, outputs.lengths, strict=True):
                 self._answers[key] = row[: min(room, length)].tolist()
 
     def _rewritten(self, batch: Batch, epoch: int) -> Batch:
-        found = {span.dialogue: self._answers.get((epoch, span.dialogue)) for span in batch.spans}
-        if not any(found.values()):
+        answers = {span.dialogue: self._answers.get((epoch, span.dialogue)) for span in batch.spans}
+        if not any(answers.values()):
             return batch
-        texts: Any = {index: self._with(index, answer) for index, answer in found.items()}
-        return collate(texts, list(found), self.data.config.taps)
+        texts: Any = {index: self._with(index, answer) for index, answer in answers.items()}
+        return collate(texts, list(answers), self.data.config.taps)
 
     def _prompt(self, index: int) -> list[int]:
         """The text up to the first answer; empty where there is no answer."""

@@ -31,8 +31,8 @@ def shallow_config(config: PretrainedConfig, layers: list[int], name: str) -> Pr
     values: dict[str, Any] = config.to_dict()
     if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
         raise ValueError(f"{name}: its layers are dense or mixtures of experts by their numbers; take another model")
-    kept = {key: [values[key][number] for number in layers] for key in OF_EACH if values.get(key)}
-    return type(config).from_dict(values | kept | {"num_hidden_layers": len(layers)})
+    per_layer = {key: [values[key][number] for number in layers] for key in OF_EACH if values.get(key)}
+    return type(config).from_dict(values | per_layer | {"num_hidden_layers": len(layers)})
 
 
 def shorten(target: str, revision: str | None, layers: list[int], out: Path) -> int:
@@ -55,8 +55,8 @@ def shorten(target: str, revision: str | None, layers: list[int], out: Path) -> 
         number, _, rest = name.removeprefix(LAYERS).partition(".")
         return f"{LAYERS}{layers.index(int(number))}.{rest}" if int(number) in layers else None
 
-    found = read_tensors(target, revision, lambda name: renamed(name) is not None)
-    weights = {str(renamed(name)): value for name, value in found}
+    tensors = read_tensors(target, revision, lambda name: renamed(name) is not None)
+    weights = {str(renamed(name)): value for name, value in tensors}
     with replacing_files(out, last=("config.json",)) as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -86,9 +86,9 @@ class Report:
 
     def text(self) -> str:
         """The whole report."""
-        found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
+        verdict = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
         short = [f"In short: {'; '.join(self.short)}"] if self.short else []
-        return "\n".join([*self.lines, *short, f"Result: {found}"])
+        return "\n".join([*self.lines, *short, f"Result: {verdict}"])
 
 
 def print_report(config: TrainConfig, arguments: Namespace) -> int:
@@ -99,15 +99,15 @@ def print_report(config: TrainConfig, arguments: Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def dry_run(config: TrainConfig, given: Namespace) -> Report:
+def dry_run(config: TrainConfig, options: Namespace) -> Report:
     """Check a run and estimate what it takes; nothing is written, and no process group is started.
 
-    ``given``: the command line (``train.preflight.command.parse_arguments``), with assumptions on what is missing.
+    ``options``: the command line (``train.preflight.command.parse_arguments``), with assumptions on what is missing.
     """
     report = Report()
-    if given.device is not None:
+    if options.device is not None:
         config = _of_a_gpu(config)
-    check_folder = partial(check_run_folder, config, given.resume)
+    check_folder = partial(check_run_folder, config, options.resume)
     config = report.check("run folder", check_folder, f"{config.out} can be used") or config
     report.check("libraries", check_libraries, ", ".join(LIBRARIES))
 
@@ -116,7 +116,7 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     report.names = {} if local is None else {local.target: config.target}
     where = "a folder" if local is config else "in the Hub's cache"
     target = report.check("target", lambda: target_config(config, local), f"{config.target}, {where}")
-    if instead := given.target_config:
+    if instead := options.target_config:
         read = partial(load_config_only, instead, may_be_file=True)
         target = report.check("target's shape", read, f"from {instead}")
     if target is not None:
@@ -140,11 +140,11 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     workload = None
     if train is not None:
         workload = report.check("data", partial(store_workload, config, train), Workload.describe)
-    elif given.tokens is not None or given.data or config.data is not None:
-        workload = report.check("data", partial(estimate_workload, local or config, given), Workload.describe)
+    elif options.tokens is not None or options.data or config.data is not None:
+        workload = report.check("data", partial(estimate_workload, local or config, options), Workload.describe)
     else:
         report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
-    add_estimates(report, config, target, train, workload, given)
+    add_estimates(report, config, target, train, workload, options)
     return report
 
 
@@ -191,12 +191,12 @@ def find_target(config: TrainConfig) -> tuple[TrainConfig | None, str]:
     fetch from the Hub, or "". It uses no network."""
     if Path(config.target).is_dir():  # missing files are an error
         return config, ""
-    found = None
+    file = None
     with suppress(HFValidationError):  # a path
-        found = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
-    if not isinstance(found, str):
+        file = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
+    if not isinstance(file, str):
         return None, "target"
-    folder = Path(found).parent
+    folder = Path(file).parent
     missing = [] if all((folder / name).is_file() for name in weight_files(str(folder))) else ["weights"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer")
@@ -255,15 +255,15 @@ def drafter_text(task: Task) -> str:
 
 def add_estimates(
     report: Report, config: TrainConfig, target: PretrainedConfig, store: FeatureStore | None,
-    workload: Workload | None, given: Namespace,
+    workload: Workload | None, options: Namespace,
 ) -> None:  # fmt: skip
     """Add memory, disk and time of the run."""
     task = report.check("drafter", partial(estimate.meta_task, config, target), drafter_text)
     if task is None:
         return
     report.short.append(f"drafter {estimate.parameters(task.module) / 1e6:,.0f}M parameters")
-    longest = workload.longest if workload else given.max_length
-    share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))  # tokens
+    longest = workload.longest if workload else options.max_length
+    share = -(-config.batch_tokens // (options.ranks * config.gradient_accumulation))  # tokens
     lengths = [longest] * -(-share // longest)  # of the largest micro-batch
     if config.drafter in method_names():  # a draft model is served by any engine
         report.add("served by", served_text(config.drafter, task.head.stored(), target))
@@ -274,24 +274,24 @@ def add_estimates(
     if workload:
         report.add("steps", workload.describe_steps(config))
     size = f"at most {len(lengths)} dialogues of {longest:,} tokens"
-    report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {given.ranks} rank(s): {size}")
-    add_memory(report, config, task, lengths, given)
+    report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {options.ranks} rank(s): {size}")
+    add_memory(report, config, task, lengths, options)
     run_disk = size_text(run_folder_bytes(config, task.module))
     report.check("disk: run folder", lambda: check_run_disk(config, task.module), run_disk, f"run folder {run_disk}")
     if workload:
         add_features_disk(report, config, target, store, workload)
-        add_time(report, config, task, lengths, store, workload, given)
+        add_time(report, config, task, lengths, store, workload, options)
 
 
-def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[int], given: Namespace) -> None:
+def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[int], options: Namespace) -> None:
     """Add the memory of a rank by part, and its sum by ZeRO stage."""
-    on_gpu = given.device is not None or torch.cuda.is_available()
-    parts, passes = memory.rank_memory(config, task, lengths, given.ranks, on_gpu)
+    on_gpu = options.device is not None or torch.cuda.is_available()
+    parts, passes = memory.rank_memory(config, task, lengths, options.ranks, on_gpu)
     less = memory.pass_memory(config, task, lengths, checkpointing=True, on_gpu=on_gpu)["pass"]
 
     def check() -> None:
-        if given.device is None:
-            memory.check_weights(config, task, given.ranks)
+        if options.device is None:
+            memory.check_weights(config, task, options.ranks)
             memory.check_memory(sum(parts.values()))
             size = f"{sum(lengths):,} tokens"
             print(f"running one micro-batch of {size}; --device NAME estimates it instead", file=sys.stderr)
@@ -311,7 +311,7 @@ def add_memory(report: Report, config: TrainConfig, task: Task, lengths: list[in
     stages = []
     for stage in (0, 1, 2, 3):
         changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
-        whole = sum((parts | memory.memory_parts(changed, task, given.ranks)).values())
+        whole = sum((parts | memory.memory_parts(changed, task, options.ranks)).values())
         stages.append(f"{stage}: {size_text(whole)}")
     report.add("  by ZeRO stage", ", ".join(stages))
 
@@ -350,25 +350,25 @@ def cache_bytes(config: TrainConfig, target: PretrainedConfig, workload: Workloa
 
 def add_time(
     report: Report, config: TrainConfig, task: Task, lengths: list[int], store: FeatureStore | None,
-    workload: Workload, given: Namespace,
+    workload: Workload, options: Namespace,
 ) -> None:  # fmt: skip
     """Add the hours of training and, without a store, of the target's pass over the data."""
     target, cost, share = task.ends.config, training_cost(task), workload.trained / workload.tokens
     every = workload.lengths or lengths[:1]
     flops = cost.of(every, task.most_rows([round(share * length) for length in every])[1]) / sum(every)
-    device: Any = given.device or resolve_device()
+    device: Any = options.device or resolve_device()
     peak = config.peak_tflops or peak_tflops(device)
-    assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s
-    if given.tokens_per_second:
-        rate, how = given.tokens_per_second, "as given"
-    elif given.measure and sum(report.memory.values()) <= free_memory(resolve_device()):
-        rate = estimate.measured_rate(config, target, lengths, share) * given.ranks
+    assumed = (peak or 0.0) * 1e12 * options.mfu * options.ranks  # FLOP/s
+    if options.tokens_per_second:
+        rate, how = options.tokens_per_second, "as given"
+    elif options.measure and sum(report.memory.values()) <= free_memory(resolve_device()):
+        rate = estimate.measured_rate(config, target, lengths, share) * options.ranks
         how = "measured here without DeepSpeed"
     elif peak:
         rate = assumed / flops
-        how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
+        how = f"assuming an MFU of {options.mfu:.0%} of {peak:g} TFLOP/s on {options.ranks} device(s)"
     else:
-        why = "too little memory to measure it here" if given.measure else f"unknown on {device}"
+        why = "too little memory to measure it here" if options.measure else f"unknown on {device}"
         report.add("time", f"{why}: give --tokens-per-second, --measure, or --device (as H200)")
         return
     steps = workload.total_steps(config)

@@ -24,11 +24,11 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
     """Embeddings and LM head of a target of this configuration, without contents, or random on another device."""
     vocab, hidden = config.vocab_size, config.hidden_size
     embed = nn.Embedding(vocab, hidden, device=device, dtype=dtype).requires_grad_(False)
-    own = torch.randn(vocab, hidden, device=device, dtype=dtype)
+    weight = torch.randn(vocab, hidden, device=device, dtype=dtype)
     model: Any = meta_model(config)
     has_bias = model.get_output_embeddings().bias is not None
     bias = torch.randn(vocab, device=device, dtype=dtype) if has_bias else None
-    head = LMHead(embed.weight if config.tie_word_embeddings else own, logit_change(model), bias)
+    head = LMHead(embed.weight if config.tie_word_embeddings else weight, logit_change(model), bias)
     return FrozenEnds(embed, head, config, "")
 
 

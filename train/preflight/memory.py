@@ -99,24 +99,24 @@ def _activations(task: Task, lengths: list[int], rows: int, width: int) -> tuple
     context = sum(lengths) if task.block_size else 0  # tokens that blocks attend to, beside their own rows
     read = {"fc": context or rows, "k_proj": rows + context, "v_proj": rows + context, "k_norm": rows + context}
     ends, outputs = {name.rpartition(".")[0] for name in task.lm_heads}, {"q_proj": 0, "k_proj": 0}
-    kept = layers = 0
+    saved = layers = 0
     copied = 4 if width < 4 else 0  # bytes of a float32 copy of a 16-bit number
     for path, part in task.module.named_modules():
         name = path.rpartition(".")[2]
         count = read.get(name, rows)
         if isinstance(part, nn.Linear) and path not in ends:
-            kept += count * (part.in_features + part.out_features) * width
+            saved += count * (part.in_features + part.out_features) * width
             outputs[name] = part.out_features
             layers += name == "q_proj"
         elif "norm" in type(part).__name__.lower() and isinstance(weight := getattr(part, "weight", None), Tensor):
             heads = {"q_norm": outputs["q_proj"], "k_norm": outputs["k_proj"]}  # one weight for all heads
-            kept += count * heads.get(name, weight.numel()) * (width + copied)
+            saved += count * heads.get(name, weight.numel()) * (width + copied)
     if task.block_size:
         pairs = sum(task.most_rows([length])[0] * (length / 2 + task.block_size) for length in lengths)
     else:
         pairs = sum(length * (length + BLOCK) / 2 for length in lengths)
     states = (2 * (rows + context) + rows * (3 if copied else 1)) * outputs["q_proj"]
-    return kept, round(layers * 4 * (task.layers_config.num_attention_heads * pairs + states))
+    return saved, round(layers * 4 * (task.layers_config.num_attention_heads * pairs + states))
 
 
 def _loss_memory(config: TrainConfig, task: Task, predicted: int, on_gpu: bool) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def measured_pass(config: TrainConfig, task: Task, lengths: list[int]) -> int:
             weights.register_post_accumulate_grad_hook(lambda weights: setattr(weights, "grad", None))
     if config.activation_checkpointing:
         checkpoint_activations(task.module)
-    given = sum(each.nbytes for each in [batch.features, *batch.taps.values(), batch.input_ids])
+    inputs = sum(each.nbytes for each in [batch.features, *batch.taps.values(), batch.input_ids])
 
     def run() -> None:
         task.losses(task.pairs(task.module, task.choose(batch, seed=0), seed=0))["loss"].backward()
@@ -153,10 +153,10 @@ def measured_pass(config: TrainConfig, task: Task, lengths: list[int]) -> int:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
-        return given + torch.cuda.max_memory_allocated(device) - before
+        return inputs + torch.cuda.max_memory_allocated(device) - before
     with PeakMemory() as memory:
         run()
-    return given + memory.peak
+    return inputs + memory.peak
 
 
 def rank_memory(
@@ -234,10 +234,10 @@ class PeakMemory(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tree_map_only(torch.Tensor, lambda given: self._known.add(given.untyped_storage()), (args, kwargs))
-        made = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._note, made)
-        return made
+        tree_map_only(torch.Tensor, lambda tensor: self._known.add(tensor.untyped_storage()), (args, kwargs))
+        outputs = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._note, outputs)
+        return outputs
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

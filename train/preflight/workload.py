@@ -47,26 +47,26 @@ def store_workload(config: TrainConfig, store: FeatureStore) -> Workload:
     return Workload(manifest.tokens, manifest.response_tokens, max(lengths), steps, "the feature store", lengths)
 
 
-def estimate_workload(config: TrainConfig, given: Namespace) -> Workload:
+def estimate_workload(config: TrainConfig, options: Namespace) -> Workload:
     """From a number of tokens, all taken as trained; or from a tokenized sample of a data file.
 
-    ``given``: the command line. Template and limits are those of ``config.data``, if it is set.
+    ``options``: the command line. Template and limits are those of ``config.data``, if it is set.
 
     Raises:
         ValueError: unreadable data, or no tokenizer to count with.
     """
-    longest = config.data.max_length if config.data else given.max_length
-    if given.tokens is not None:
-        tokens = trained = given.tokens
+    longest = config.data.max_length if config.data else options.max_length
+    if options.tokens is not None:
+        tokens = trained = options.tokens
         source = "as given; all taken as trained, an upper bound"
     else:
         try:
             chat = load_tokenizer(config.target, config.revision, config.data.chat_template if config.data else None)
         except ValueError as error:
             raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
-        data, limit = given.data, None
+        data, limit = options.data, None
         if config.data is not None:
-            data, limit = given.data or config.data.train, config.data.limit
+            data, limit = options.data or config.data.train, config.data.limit
         sample = sample_split(data, chat, longest, SAMPLE, limit)
         tokens, trained = sample.tokens, sample.trained
         source = f"{sample.usable:,} dialogues of {data}, by a sample of {sample.looked_at:,}"

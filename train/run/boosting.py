@@ -31,11 +31,11 @@ def boost(config: BoostConfig, run: DraftModelConfig) -> None:
     lists = {"boosted": [str(config.out / "1")]} | ({"seeds": [str(config.out / "1")]} if config.seeds else {})
     train(config, 0, config.out / "1", None)
     for number in range(1, len(config.draft_models)):
-        for name, found in lists.items():
+        for name, members in lists.items():
             out = config.out / f"{name.removesuffix('s')}-{number + 1}"
-            after = {"after": found, "length": config.length, "keep": config.keep}
+            after = {"after": members, "length": config.length, "keep": config.keep}
             train(config, number, out, after if name == "boosted" else None)
-            found.append(str(out))
+            members.append(str(out))
     shares = coverage(run, lists | {"as they were": config.draft_models}, config.length)
     result = {"config": config.model_dump(mode="json"), "run": run.model_dump(mode="json"), "coverage": shares}
     replace_json(config.out / "coverage.json", result | {"environment": measured_on(resolve_device())})
@@ -76,4 +76,4 @@ def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int)
             for place, member in enumerate(members):
                 union |= covered[member]
                 totals[name][place] += int((union & answers).sum())
-    return {name: [total / rows for total in found] for name, found in totals.items()}
+    return {name: [total / rows for total in counts] for name, counts in totals.items()}

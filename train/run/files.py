@@ -56,7 +56,7 @@ class StateFolder:
         latest = self.latest()
         return self.path / latest if latest else None
 
-    def kept(self) -> str:
+    def saved_notice(self) -> str:
         """The state that survives an error, for its message."""
         newest = self.newest()
         return f"the last good state is {newest}" if newest else "no checkpoint was written yet"
@@ -180,9 +180,9 @@ def clear_dead_run(run: Path) -> None:
 
 def _is_dead(run: Path) -> bool:
     """True if the folder holds only a run's own files, and no state and no drafter."""
-    own = {"state", CACHE, *FIGURES, *(f".{name}.tmp" for name in FIGURES)}
+    run_files = {"state", CACHE, *FIGURES, *(f".{name}.tmp" for name in FIGURES)}
     names = {path.name for path in run.iterdir()}
-    return bool(names) and names <= own and all(path.name.startswith(".") for path in (run / "state").glob("*"))
+    return bool(names) and names <= run_files and all(path.name.startswith(".") for path in (run / "state").glob("*"))
 
 
 def _by_key(config: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def _by_key(config: dict[str, Any]) -> dict[str, Any]:
 
 def describe_data(manifest: StoreManifest) -> dict[str, Any]:
     """Identifies a run's dialogues and states: the data file's hash, dialogues, tokens, the target's fingerprint."""
-    found = {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
-    found |= {WEIGHTS: manifest.target_fingerprint}
-    return found | ({"template_date": manifest.template_date} if manifest.template_date else {})
+    facts = {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
+    facts |= {WEIGHTS: manifest.target_fingerprint}
+    return facts | ({"template_date": manifest.template_date} if manifest.template_date else {})
 
 
 def begun_on(run: Path) -> str | None:
@@ -290,8 +290,8 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = run / METRICS
-        kept = [row for row in read_metrics(run) if row["step"] <= step]
-        replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        rows = [row for row in read_metrics(run) if row["step"] <= step]
+        replace_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = self.path.open("a")
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -313,8 +313,8 @@ class Metrics:
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text())
-        return found if isinstance(found, dict) else {}
+        value = json.loads(file.read_text())
+        return value if isinstance(value, dict) else {}
     return {}
 
 

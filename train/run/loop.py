@@ -283,9 +283,9 @@ class TrainRun:
     def _sum_up(self, ended: str) -> None:
         """Write the run's summary; its own errors (a full disk) only give a warning."""
         try:
-            found = write_summary(self.config.out, ended)["heldout_answers"]
-            if found["warning"]:
-                tqdm.write(answers_line(found))
+            answers = write_summary(self.config.out, ended)["heldout_answers"]
+            if answers["warning"]:
+                tqdm.write(answers_line(answers))
         except (OSError, ValueError) as error:
             tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
@@ -350,15 +350,16 @@ class TrainRun:
             command = f"python -m data_prep.inspect {self.config.features / 'train'} --verify"
             other = f"; at the first step the features may be damaged, too: {command}"
         raise TrainingDiverged(
-            f"step {self.progress.step + 1}: {what}; stopped, {self.states.kept()}. Usually a smaller learning_rate "
-            f"(now {self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps}) helps{other}"
+            f"step {self.progress.step + 1}: {what}; stopped, {self.states.saved_notice()}. Usually a smaller "
+            f"learning_rate (now {self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps})"
+            f" helps{other}"
         )
 
     def _check_shards(self) -> None:
         """Raise ValueError if a shard that was read is broken, before a checkpoint is made from it."""
         if problems := self.check.problems():
             raise ValueError(
-                f"stopped at step {self.progress.step}, {self.states.kept()}: {problems}; then continue with "
+                f"stopped at step {self.progress.step}, {self.states.saved_notice()}: {problems}; then continue with "
                 "--resume, or start again. verify: false would train on it anyway"
             )
 

@@ -50,11 +50,11 @@ class SavedState:
             self.progress: dict[str, Any] = dict(json.loads((folder / PROGRESS).read_text()))
             written = dict(self.progress.pop("sha256", {}))
             kinds = (*ALWAYS, AVERAGE) if f"{AVERAGE}.safetensors" in written else ALWAYS
-            found = checksums(folder, self.progress, kinds)
+            digests = checksums(folder, self.progress, kinds)
             self._files = {kind: safe_open(folder / f"{kind}.safetensors", "pt") for kind in kinds}
         except (TypeError, ValueError, OSError, SafetensorError) as error:
             raise ValueError(f"{folder} is damaged ({error}): {self._advice()}") from error
-        if wrong := ", ".join(name for name, digest in found.items() if written.get(name) != digest):
+        if wrong := ", ".join(name for name, digest in digests.items() if written.get(name) != digest):
             raise ValueError(f"{folder} is damaged ({wrong} differ from the checksums in {PROGRESS}): {self._advice()}")
 
     def load_weights(self, module: nn.Module) -> None:
@@ -88,8 +88,8 @@ class SavedState:
 
 def checksums(folder: Path, progress: dict[str, Any], kinds: tuple[str, ...] = ALWAYS) -> dict[str, str]:
     """The SHA-256 of a state's files by name; ``progress`` is what progress.json holds beside them."""
-    found = {name: file_sha256(folder / name) for name in (f"{kind}.safetensors" for kind in kinds)}
-    return {**found, PROGRESS: hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()}
+    digests = {name: file_sha256(folder / name) for name in (f"{kind}.safetensors" for kind in kinds)}
+    return {**digests, PROGRESS: hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()}
 
 
 def save_state(
@@ -126,7 +126,7 @@ def save_state(
         if ranks.is_first:
             states.abandon(tag)
         what = f"{states.path / tag} could not be written ({failure or 'on rank 0'})"
-        raise OSError(f"{what}; {states.kept()}") from failure
+        raise OSError(f"{what}; {states.saved_notice()}") from failure
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

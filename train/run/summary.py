@@ -51,7 +51,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
     spent = next((row for row in reversed(rows) if "seconds" in row), {})
     joules, energy = spent.get("joules"), info.get("energy")
-    own = next((row[OWN_SHARE] for row in rows if OWN_SHARE in row), None)
+    own_share = next((row[OWN_SHARE] for row in rows if OWN_SHARE in row), None)
     if joules is None and energy is not None and energy["available"]:
         energy = {"available": False, "how": "not all of the run was counted"}
     return {
@@ -65,7 +65,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "energy": energy,
         "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
-        "heldout_answers": describe_answers(info.get("heldout") or {}, own),
+        "heldout_answers": describe_answers(info.get("heldout") or {}, own_share),
         "heldout": {name: _course(name, rows) for name in names if name.startswith("heldout_")},
         "speed": {
             **{name: _mean(steps, name) for name in ("tokens_per_second", "mfu", "data_wait")},
@@ -93,14 +93,14 @@ def _mean(steps: list[dict[str, float]], name: str) -> float | None:
 
 def describe_heldout(config: TrainConfig, manifest: StoreManifest) -> dict[str, Any]:
     """Facts on the held-out text for run.json; ``remake``: how to replace its answers by the target's own."""
-    made = {"source": manifest.source, "answers": manifest.answers}
+    facts = {"source": manifest.source, "answers": manifest.answers}
     if manifest.answers in ("own", "sampled"):
-        return made
+        return facts
     if config.data is None:
         how = f"delete {Path(config.features) / 'heldout'}, then run data_prep.features with heldout_answers=own"
     else:
         how = f"run data_prep.regenerate source={config.data.heldout}, then train with data.heldout=<its out>"
-    return made | {"remake": how}
+    return facts | {"remake": how}
 
 
 def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, Any]:
@@ -110,21 +110,22 @@ def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, 
         heldout: of ``describe_heldout``; empty for older runs.
         share: of the answers' tokens that the target ranks first; None: not measured.
     """
-    found = {key: heldout.get(key) for key in ("source", "answers")} | {"own_share": share, "warning": None}
+    facts = {key: heldout.get(key) for key in ("source", "answers")} | {"own_share": share, "warning": None}
     if share is None or share >= LEAST_OWN:
-        return found
+        return facts
     reasons = {
         "sampled": "it sampled them, so these figures are for sampling, not for greedy decoding",
         "own": "although it wrote them: the features may have another dtype, or be damaged",
     }
     other = f"so acceptance in decoding will differ. To measure on its own answers: {heldout.get('remake')}"
     begin = f"{share:.0%} of the tokens of the held-out answers are the target's own greedy choice"
-    return found | {"warning": f"{begin}: {reasons.get(heldout.get('answers', ''), other)}"}
+    return facts | {"warning": f"{begin}: {reasons.get(heldout.get('answers', ''), other)}"}
 
 
-def answers_line(found: dict[str, Any]) -> str:
+def answers_line(answers: dict[str, Any]) -> str:
     """``describe_answers`` in one line."""
-    if found["warning"]:
-        return f"warning: {found['warning']}"
-    share = "" if found["own_share"] is None else f" ({found['own_share']:.1%} of their tokens are its greedy choice)"
-    return f"held-out answers: {ANSWERS[found['answers']]}{share}"
+    if answers["warning"]:
+        return f"warning: {answers['warning']}"
+    share = answers["own_share"]
+    note = "" if share is None else f" ({share:.1%} of their tokens are its greedy choice)"
+    return f"held-out answers: {ANSWERS[answers['answers']]}{note}"

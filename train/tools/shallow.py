@@ -25,10 +25,10 @@ def layer_numbers(text: str) -> list[int]:
         parts = [[int(number) for number in part.split("-", 1)] for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--layers is {text!r}; give numbers from 0 on, for example 0-2,29") from None
-    found = [number for part in parts for number in range(part[0], part[-1] + 1)]
-    if not found or found != sorted(set(found)):
-        raise ValueError(f"--layers {text} gives {found}; name layers once, in their order, for example 0-2,29")
-    return found
+    numbers = [number for part in parts for number in range(part[0], part[-1] + 1)]
+    if not numbers or numbers != sorted(set(numbers)):
+        raise ValueError(f"--layers {text} gives {numbers}; name layers once, in their order, for example 0-2,29")
+    return numbers
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -80,8 +80,8 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
 def _check_comparable(config: TrainConfig) -> None:
     """Raise ValueError if the plain formulation lacks the config's loss."""
     plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1, "labels": "target"}
-    given = {key: getattr(config, key, value) for key, value in plain.items()}
-    if others := {key: value for key, value in given.items() if value != plain[key]}:
+    settings = {key: getattr(config, key, value) for key, value in plain.items()}
+    if others := {key: value for key, value in settings.items() if value != plain[key]}:
         fixed = " ".join(f"{key}={plain[key]}" for key in others)
         raise ValueError(f"the plain formulation has a loss without {', '.join(others)}; set {fixed}")
 
@@ -95,9 +95,9 @@ def _fields(schema: type[TrainConfig]) -> dict[str, Any]:
 def _method_of(config: Path) -> str:
     """The method of a run's config: the one that shares most of its own keys with it."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
-    found = {*keys, *(keys.get("head") or ())} if isinstance(keys, dict) else set()
-    own = {name: _fields(schema_of(name)).keys() - TrainConfig.model_fields for name in trained_methods()}
-    return max(own, key=lambda name: (len(own[name] & found), name == METHOD))
+    present = {*keys, *(keys.get("head") or ())} if isinstance(keys, dict) else set()
+    fields = {name: _fields(schema_of(name)).keys() - TrainConfig.model_fields for name in trained_methods()}
+    return max(fields, key=lambda name: (len(fields[name] & present), name == METHOD))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -62,7 +62,7 @@ class Watched(Truncation):
         self.logits: list[list[float]] = []
         self.accepted: list[int] = []
 
-    def prepare(self, *given: object) -> None:
+    def prepare(self, *arguments: object) -> None:
         """Nothing is measured."""
 
     def length(self, certainty: Tensor, state: DecodeState) -> int:
@@ -105,14 +105,14 @@ def calibrate(options: argparse.Namespace) -> None:
         )
     trained = drafter.policy.trained
     temperatures = fit(fitted, trained)
-    found = figures(judged, trained, temperatures)
-    print(table(found, fitted.reached))
-    before, after = found["pooled"]["ece_before"], found["pooled"]["ece_after"]
+    report = figures(judged, trained, temperatures)
+    print(table(report, fitted.reached))
+    before, after = report["pooled"]["ece_before"], report["pooled"]["ece_after"]
     if after >= before:
         print(f"{options.checkpoint} is as it was: the pooled error does not fall, it was {before:.4f}")
         return
-    found |= {"dataset": str(options.features / "heldout"), "num_samples": len(judged.accepted)}
-    save(options, found)
+    report |= {"dataset": str(options.features / "heldout"), "num_samples": len(judged.accepted)}
+    save(options, report)
     file = checkpoint.CONFIDENCE_FILE
     print(f"{options.checkpoint}: config.json has these temperatures, {file} these figures in SGLang's format")
 
@@ -133,8 +133,8 @@ def decode(drafter: Any, prompts: list[list[int]], options: argparse.Namespace) 
     with Bar(total=len(prompts), unit=" prompts", leave=False) as bar:
         for start in range(0, len(prompts), BATCH):
             some = prompts[start : start + BATCH]
-            given: dict[str, Any] = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
-            generate(drafter.target, drafter, some, prompt_lengths=[*map(len, some)], seed=start, **given)
+            settings: dict[str, Any] = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
+            generate(drafter.target, drafter, some, prompt_lengths=[*map(len, some)], seed=start, **settings)
             bar.update(len(some))
     return Drafts(
         torch.tensor(policy.logits).view(len(policy.accepted), drafter.shaper.depth), torch.tensor(policy.accepted)
@@ -147,16 +147,16 @@ def fit(drafts: Drafts, trained: bool) -> list[float]:
     ``trained``: the logits are a confidence head's. Otherwise they are bounded, as the online estimate reads them.
     """
     bounded = drafts.logits if trained else drafts.logits.clamp(-MOST, MOST)
-    chances, survived, found = torch.ones(len(bounded)), drafts.survived, list[float]()
+    chances, survived, temperatures = torch.ones(len(bounded)), drafts.survived, list[float]()
     for place, reached in enumerate(drafts.reached):
         logits = bounded[:, place]
         if reached >= FEWEST:
             errors = {one: calibration_error(chances * (logits / one).sigmoid(), survived[:, place]) for one in GRID}
-            found.append(min(errors, key=errors.__getitem__))
+            temperatures.append(min(errors, key=errors.__getitem__))
         else:
-            found.append(found[-1] if found else 1.0)
-        chances = chances * (logits / found[-1]).sigmoid()
-    return [round(one, 4) for one in found]
+            temperatures.append(temperatures[-1] if temperatures else 1.0)
+        chances = chances * (logits / temperatures[-1]).sigmoid()
+    return [round(one, 4) for one in temperatures]
 
 
 def figures(drafts: Drafts, trained: bool, temperatures: list[float]) -> dict[str, Any]:
@@ -164,17 +164,17 @@ def figures(drafts: Drafts, trained: bool, temperatures: list[float]) -> dict[st
 
     Before: as ``truncate`` estimates it without temperatures.
     """
-    found: dict[str, Any] = {"temperatures": temperatures, "pooled": {}}
+    report: dict[str, Any] = {"temperatures": temperatures, "pooled": {}}
     depth, survived = len(temperatures), drafts.survived
-    for when, given in (("before", None), ("after", temperatures)):
-        policy = Truncation(depth, trained, given)
+    for when, scales in (("before", None), ("after", temperatures)):
+        policy = Truncation(depth, trained, scales)
         each = [policy.acceptance(row) for row in drafts.logits.tolist()]
         chances = torch.tensor(each).cumprod(1)
         for name, measure in (("ece", calibration_error), ("auc", area_under_curve)):
             by_position = [measure(chances[:, k], survived[:, k]) for k in range(depth)]
-            found[f"{name}_{when}"] = by_position
-            found["pooled"][f"{name}_{when}"] = measure(chances.flatten(), survived.flatten())
-    return found
+            report[f"{name}_{when}"] = by_position
+            report["pooled"][f"{name}_{when}"] = measure(chances.flatten(), survived.flatten())
+    return report
 
 
 def calibration_error(chances: Tensor, right: Tensor) -> float:
@@ -194,21 +194,21 @@ def area_under_curve(chances: Tensor, right: Tensor) -> float | None:
     return float((ranks[right].sum() - ours * (ours + 1) / 2) / (ours * others))
 
 
-def table(found: dict[str, Any], reached: list[int]) -> str:
+def table(report: dict[str, Any], reached: list[int]) -> str:
     """The figures in lines: of each position, and pooled."""
     keys = ("ece_before", "ece_after", "auc_before", "auc_after")
     lines = ["position  fitted on  temperature  ECE before   after  AUC before   after"]
-    rows = [(str(k + 1), f"{reached[k]:,}", f"{one:.3f}", k) for k, one in enumerate(found["temperatures"])]
+    rows = [(str(k + 1), f"{reached[k]:,}", f"{one:.3f}", k) for k, one in enumerate(report["temperatures"])]
     for name, count, temperature, place in [*rows, ("pooled", "", "", None)]:
-        values = [found["pooled"][key] if place is None else found[key][place] for key in keys]
+        values = [report["pooled"][key] if place is None else report[key][place] for key in keys]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
         lines.append("{:>8}{:>11}{:>13}{:>12}{:>8}{:>12}{:>8}".format(name, count, temperature, *shown))
     return "\n".join(lines)
 
 
-def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def save(options: argparse.Namespace, report: dict[str, Any]) -> None:
     """Write the temperatures into config.json, and all figures beside it."""
     config = checkpoint.read_config(options.checkpoint)
-    config.drafter["confidence_temperatures"] = found["temperatures"]
-    replace_json(options.checkpoint / checkpoint.CONFIDENCE_FILE, found | {"temperature": options.temperature})
+    config.drafter["confidence_temperatures"] = report["temperatures"]
+    replace_json(options.checkpoint / checkpoint.CONFIDENCE_FILE, report | {"temperature": options.temperature})
     replace_json(options.checkpoint / checkpoint.CONFIG_FILE, config.model_dump())

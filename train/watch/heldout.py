@@ -47,12 +47,12 @@ class Heldout:
             batch = task.choose(batch).to(device, dtype)
             count = torch.tensor(len(batch.rows), device=device)
             pairs = task.pairs(module, batch)
-            found = {name: Ratio(total, count) for name, total in task.losses(pairs).items()}
-            found |= task.heldout(module, batch, pairs)
-            found |= by_position(task, batch, pairs)
-            found |= {"own_answers": own_answers(task, batch)} if with_own_answers else {}
-            found |= vocabulary_coverage(task, pairs.targets)
-            for name, ratio in found.items():
+            ratios = {name: Ratio(total, count) for name, total in task.losses(pairs).items()}
+            ratios |= task.heldout(module, batch, pairs)
+            ratios |= by_position(task, batch, pairs)
+            ratios |= {"own_answers": own_answers(task, batch)} if with_own_answers else {}
+            ratios |= vocabulary_coverage(task, pairs.targets)
+            for name, ratio in ratios.items():
                 sums[name] = sums.get(name, 0) + torch.stack([ratio.total.double(), ratio.count.double()])
         module.train()
         values = self.ranks.total(torch.stack([*sums.values()])).tolist()
@@ -101,13 +101,13 @@ def by_position(task: Task, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
     """
     places = batch.shifted(answer_positions(batch.loss_mask, batch.segments) + 1, task.ahead) - 1
     places = places.flatten()[batch.rows]
-    found: dict[str, Ratio] = {}
+    ratios: dict[str, Ratio] = {}
     for start, end in BUCKETS:
         chosen = (places >= start) & (places < (end or 1 << 62))
         part = pairs.at(chosen)
         judged = task.judged(part)
         first = Pairs(judged.predictions[:1], judged.targets)  # no later prediction is accepted without it
         count, name = chosen.sum(), bucket_name(start, end)
-        found[f"loss_at_{name}"] = Ratio(task.losses(part)["loss"].detach(), count)
-        found[f"top1_at_{name}"] = Ratio(task.heads.compare(first)[1].sum(), count)
-    return found
+        ratios[f"loss_at_{name}"] = Ratio(task.losses(part)["loss"].detach(), count)
+        ratios[f"top1_at_{name}"] = Ratio(task.heads.compare(first)[1].sum(), count)
+    return ratios

@@ -50,16 +50,16 @@ class Meter:
         """
         seconds = max(self._seconds, 1e-9)
         memory = peak_memory_bytes(self.device)
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "tokens_per_second": round((tokens - self._tokens_before) / seconds, 1),
             "data_wait": round(self._waited / seconds, 4),
             "peak_memory_gb": round((memory["device"] or memory["host"] or 0) / 1e9, 3),
         }
         if self.peak:
-            found["mfu"] = round(self._flops / seconds / (self.peak * 1e12), 4)
+            figures["mfu"] = round(self._flops / seconds / (self.peak * 1e12), 4)
         self._tokens_before = tokens
         self._clear()
-        return found
+        return figures
 
     def _clear(self) -> None:
         self._seconds = self._waited = self._flops = 0.0

@@ -91,10 +91,10 @@ class HeldoutTau:
             if not (self.config.tau_keep_target or self._given):
                 self._target = None
             collect_memory()
-        found = {"tau_seconds": round(time.monotonic() - began, 2)}
+        figures = {"tau_seconds": round(time.monotonic() - began, 2)}
         for kind, traces in by_prompt.items():
-            found |= trace_figures(kind, traces)
-        return found
+            figures |= trace_figures(kind, traces)
+        return figures
 
     def _decode(self, drafters: dict[str, Drafter]) -> dict[str, list[Trace]]:
         """One trace per drafter and prompt, all over the same prompts, as many as the time allows."""
@@ -120,7 +120,7 @@ def trace_figures(kind: str, traces: list[Trace]) -> dict[str, float]:
     """The figures of one kind of draft, "chain" or "tree", for metrics.jsonl; ``traces``: one for each prompt."""
     name = "heldout_tau" if kind == "chain" else f"heldout_tau_{kind}"
     trace = Trace([step for each in traces for step in each.steps])
-    found = {name: trace.tau, f"{name}_by_prompt": sum(each.tau for each in traces) / len(traces)}
-    found |= {f"heldout_{kind}_ctar_{w}": trace.ctar(w) for w in CTAR_WIDTHS}
+    figures = {name: trace.tau, f"{name}_by_prompt": sum(each.tau for each in traces) / len(traces)}
+    figures |= {f"heldout_{kind}_ctar_{w}": trace.ctar(w) for w in CTAR_WIDTHS}
     alphas = ((n, trace.n_alpha(n)) for n in range(len(CTAR_WIDTHS)))
-    return found | {f"heldout_{kind}_alpha_{n}": alpha for n, alpha in alphas if alpha is not None}
+    return figures | {f"heldout_{kind}_alpha_{n}": alpha for n, alpha in alphas if alpha is not None}
