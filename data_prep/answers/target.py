@@ -26,9 +26,9 @@ REPLACEMENT = "\ufffd"  # decoded from an incomplete character
 class TargetAnswers:
     """Answers conversations turn by turn, at most ``batch`` at once; a resumed run writes the same answers.
 
-    Greedy answers do not depend on the rest of the batch (in float32; in 16 bits batches round differently), so a row
-    whose answer has ended gets another conversation at once. Sampled answers do: conversations are answered in groups
-    that stay together, and groups and seeds depend only on the conversations and the configuration.
+    Greedy answers do not depend on the rest of the batch (in float32; in 16 bits batches round differently), so a
+    sequence whose answer has ended is replaced by another conversation at once. Sampled answers do: conversations are
+    answered in groups that stay together, and groups and seeds depend only on the conversations and the configuration.
 
     Raises:
         ValueError: the drafter was made for shorter contexts than ``writing`` allows.
@@ -165,8 +165,9 @@ def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
 class Waiting:
     """Conversations that wait for their next turn or are being answered, and turns that were not handed on yet.
 
-    They wait in length classes, powers of two, so that a batch's cache is at most twice what its rows need. The class
-    is estimated from the text; a prompt is tokenized when a row is free, since the ids of all would fill the memory.
+    They wait in length classes, powers of two, so that a batch's cache is at most twice what its sequences need. The
+    class is estimated from the text; a prompt is tokenized when a place in the batch is free, since the ids of all
+    would fill the memory.
     """
 
     def __init__(self, answers: TargetAnswers, conversations: list[Conversation]) -> None:

@@ -136,7 +136,7 @@ def run_shard(
 
 
 def make_batches(shard: Shard, batch_tokens: int, pinned: bool) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """The batches of a shard: the rows' indices among its dialogues, and their ids int64 ``[R, T]``."""
+    """The batches of a shard: the sequences' indices among its dialogues, and their ids int64 ``[R, T]``."""
     lengths, dialogues = shard.lengths, shard.input_ids.split(shard.lengths)
     for rows in plan_batches(lengths, batch_tokens):
         ids = torch.zeros(len(rows), max(lengths[row] for row in rows), dtype=torch.int64, pin_memory=pinned)

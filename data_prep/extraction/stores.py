@@ -119,7 +119,7 @@ def begun(config: FeaturesConfig) -> list[StoreManifest]:
 
 
 def start_date(config: FeaturesConfig) -> str | None:
-    """The earliest date (YYYY-MM-DD) in the prompts of existing stores, else of their answers; None: no date.
+    """The earliest date (YYYY-MM-DD) in the prompts of existing stores, else of their answers; None without a date.
 
     With it, a template that prints today's date prints the same date in a resumed run.
     """

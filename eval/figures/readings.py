@@ -200,7 +200,7 @@ def most_accepted(outcomes: dict[str, Sequence[Outcome]]) -> list[str]:
 
 
 def prompts_needed(rate: Rate, prompts: int) -> int | None:
-    """Return how many prompts like these would show a gain as large as ``rate``; None: no number, it is 0."""
+    """Return how many prompts like these would show a gain as large as ``rate``; None if the gain is 0."""
     return math.ceil(prompts * (MOST_APART * rate.error / rate.value) ** 2) if rate.value else None
 
 

@@ -31,8 +31,8 @@ class Engines:
         config: the target, ``out`` and ``patience``. entries: the engines.
 
     Attributes:
-        described: by label, what the report's rows say of each.
-        facts: for the report: ``engines`` by label, and ``engines_left_out`` with the reasons.
+        described: facts on each engine for the report's rows, by label.
+        facts: ``engines`` by label and ``engines_left_out`` with the reasons, for the report.
     """
 
     def __init__(

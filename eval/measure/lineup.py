@@ -21,8 +21,8 @@ class Lineup:
 
     Attributes:
         max_context: positions that all drafters have.
-        described: by name, what the report's rows say of each drafter besides figures.
-        draft_vocabularies: by name, the tokens of a drafter with a pruned vocabulary.
+        described: facts on each drafter for the report's rows, by name; without figures.
+        draft_vocabularies: tokens of each drafter with a pruned vocabulary, by name.
         remembering: names of the drafters that remember earlier prompts.
     """
 
@@ -112,7 +112,7 @@ def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
 
 
 def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
-    """Return the tokens of its pruned vocabulary before any text; None: all tokens."""
+    """Return the tokens of its pruned vocabulary before any text, or None if it drafts all tokens."""
     for one in _within(drafter):
         holder = one.head if isinstance(one, LearnedDrafter) else one
         for value in vars(holder).values():

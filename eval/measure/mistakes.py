@@ -188,7 +188,7 @@ class _OneAhead(_Positions):
 
 
 class _OwnTokens(_Wrong):
-    """``latest``: the newest token of each row, ``[B, 1]``, which the next row of the draft reads."""
+    """``latest``: the newest token of each sequence, ``[B, 1]``, which the draft's next token reads."""
 
     latest: Tensor
 

@@ -24,7 +24,7 @@ class Models:
     """A target and its draft models, each loaded once.
 
     Args:
-        engine: of the draft models; None: the fastest of each.
+        engine: engine of the draft models (default: the fastest of each).
         stock: the model of transformers' own generation, if the target is quantised.
     """
 

@@ -47,14 +47,14 @@ class Outcome:
     """The output of a method for one prompt, or for a batch of prompts.
 
     Attributes:
-        tokens: new tokens; of a batch, those of all prompts in order.
+        tokens: new tokens of all prompts, in order.
         prefill_seconds: until the first new tokens. decode_seconds: from there to the end.
         trace: None for stock generate, which reports no steps.
         first_tokens: tokens that the prefill gave: one per prompt, but assisted generation drafts before its first
             forward and may give several.
         expected: what a drafter that chooses options itself expected of these steps.
         failure: why there is no output; the row then has no figures.
-        lengths: of a batch, each prompt's number of new tokens; empty for one prompt.
+        lengths: number of new tokens of each prompt of a batch; empty for one prompt.
     """
 
     tokens: list[int]
@@ -143,12 +143,12 @@ def measure(
         build: the methods of a temperature and a batch size, by label. Called for every round after the previous
             methods are freed, so that a method that remembers prompts starts without them.
         warmup: decoded first by every method of a round, unmeasured; repeated to fill the last batch.
-        meter: measures energy; None: no measurement.
+        meter: energy meter, or None.
         done: runs of an earlier start, complete prompts from the first on; not measured again.
         remembering: methods that remember earlier prompts. In a resumed round they decode the earlier prompts again,
             unmeasured, so that they have the same memory as in an uninterrupted round.
         batches: batch sizes; every round goes through all. Each must divide the number of prompts.
-        numbers: indices of the prompts, if they are a share of more; None: 0, 1, 2, ...
+        numbers: indices of the prompts, if they are a share of more (default: 0, 1, 2, ...).
         needed: whether the report needs a method. Any other method that fails is not run again, and the rest continue.
 
     Raises:

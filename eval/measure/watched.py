@@ -20,7 +20,7 @@ class Known(NamedTuple):
     Attributes:
         accepted: draft tokens accepted before it in its step; ``PREFILL`` for the prefill's token.
         before: draft tokens accepted in the previous step; None in the first.
-        q: ``[V]`` distribution of its draft token, or ones at tokens drafted without sampling; None: no draft.
+        q: ``[V]`` distribution of its draft token, ones at tokens drafted without sampling, or None without a draft.
     """
 
     accepted: int
@@ -57,7 +57,7 @@ class Watched:
         return watching
 
     def known(self, row: int) -> list[Known]:
-        """Return ``Known`` for every new token of a batch row; call it after the row has ended."""
+        """Return ``Known`` for every new token of a sequence; call it after the sequence has ended."""
         tokens, before = [Known(PREFILL, None, None)], None
         for verdict, after in self.seen:
             path = verdict.rows[row]  # the part that the loop kept

@@ -124,7 +124,7 @@ def questions(
     """Yield the records whose user ``turns`` can be read, with id and categories under the published formats' keys.
 
     Args:
-        missing: reason to skip a record without turns. id_: key of the id; None: one of ``ID_KEYS``.
+        missing: reason to skip a record without turns. id_: key of the id (default: one of ``ID_KEYS``).
     """
     for number, record in records:
         if not isinstance(record, dict):

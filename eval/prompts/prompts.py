@@ -47,7 +47,7 @@ class PromptSet:
     """The prompts of a run.
 
     ``measured`` and ``warmup`` are disjoint; ``skipped`` counts unused prompts by reason. ``requested`` is the wanted
-    number of measured prompts (None: all), which may be more than the file has.
+    number of measured prompts (None for all), which may be more than the file has.
     """
 
     config: PromptsConfig
@@ -143,7 +143,7 @@ def in_whole_batches(prompts: PromptSet, batches: Sequence[int]) -> PromptSet:
 def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | None = None) -> list[Prompt]:
     """Return ``consecutive`` prompts of one category in a row, then of the next, and so on (Ouroboros, Appendix F).
 
-    The order within a category stays. ``categories`` is their order; None: alphabetical.
+    The order within a category stays. ``categories`` is their order (default: alphabetical).
     """
     names = categories or sorted({prompt.category or "" for prompt in prompts})
     queues = [[prompt for prompt in prompts if (prompt.category or "") == name] for name in names]

@@ -82,7 +82,7 @@ class Suite(Config):
         return {} if self.metric is None else {None: self.metric}
 
     def metric_of(self, category: str | None) -> Metric | None:
-        """Return the metric of a category's answers; None: they are not judged."""
+        """Return the metric of a category's answers, or None if they are not judged."""
         return self.metrics.get(category, self.metrics.get(None))
 
 
@@ -123,7 +123,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _place(suite: Suite, data: Path) -> Path | None:
-    """Return the suite's file or folder; None: the Hub's dataset is read instead."""
+    """Return the suite's file or folder, or None if the Hub's dataset is read."""
     if suite.file is None or (suite.hub is not None and not (data / suite.file).exists()):
         return None
     return data / suite.file

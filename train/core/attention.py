@@ -39,7 +39,7 @@ class Dialogues:
         return []
 
     def within(self, window: int | None) -> int | None:
-        """How many keys of the row a query sees at most, its own index's included, with a sliding ``window``."""
+        """Largest number of the row's keys per query with a sliding ``window``, its own index's included."""
         return window
 
 

@@ -21,8 +21,8 @@ class LMHeads:
         drafter_heads: the drafter's own LM heads, one for each of the S predictions or one for all; empty if all use
             the target's. One may have the rows of ``ids`` only.
         correction: the drafter's term of its logits, from ``Pairs.latents``; its rows are those of its LM head.
-        ids: int32 ``[N]``, the tokens of the config's ``loss_vocab``, over which the loss is taken; None: all tokens.
-        limit: rows of logits at a time; None: by the device.
+        ids: int32 ``[N]``, tokens of the config's ``loss_vocab``, over which the loss is taken; None for all tokens.
+        limit: rows of logits at a time; None to choose it by the device.
     """
 
     def __init__(self, config: TrainConfig, target: LMHead) -> None:

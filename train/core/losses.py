@@ -22,10 +22,10 @@ class Pairs:
             Medusa's heads are S predictions of one token; a drafter of blocks flattens its blocks into n.
         targets: ``[n, H]``, the target's features for these tokens; or int64 ``[n]``, tokens, -1 for one outside
             ``loss_vocab``.
-        weights: ``[S, n]``, what each prediction counts in the loss; None: 1.
-        tokens: int64 ``[n]``, the text's tokens, -1 for one outside ``loss_vocab``; None: the loss needs none.
-        latents: ``[S, n, r]``, input of the drafter's correction of its logits; None: they are not corrected.
-        confidence: ``[n]``, logits of the estimated acceptance; None: the drafter does not estimate it.
+        weights: ``[S, n]``, weight of each prediction in the loss; None for 1.
+        tokens: int64 ``[n]``, the text's tokens, -1 for one outside ``loss_vocab``; None if the loss needs none.
+        latents: ``[S, n, r]``, input of the drafter's correction of its logits, or None.
+        confidence: ``[n]``, logits of the estimated acceptance; None if the drafter does not estimate it.
     """
 
     predictions: Tensor
@@ -211,7 +211,7 @@ def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:
 
     Args:
         lm_head: its vocabulary and its device decide.
-        on_gpu: the device to estimate for; None: the LM head's own.
+        on_gpu: whether to estimate for a GPU (default: for the LM head's device).
     """
     if on_gpu is None:
         on_gpu = lm_head.weight.device.type != "cpu"
@@ -232,7 +232,7 @@ def _target_distribution(targets: Tensor, lm_head: nn.Linear, wide: torch.dtype)
 def _log_draft_distribution(leaves: Sequence[Any], lm_head: nn.Linear | None, wide: torch.dtype) -> Tensor:
     """log q ``[n, V]`` of predictions ``[n, h]``, latents and correction (both or neither), and LM head weights.
 
-    ``lm_head``: the target's, whose bias, scale and cap count, too; None: the weights are the drafter's own.
+    ``lm_head``: the target's, whose bias, scale and cap count, too; None if the weights are the drafter's own.
     """
     predictions, latents, correction, weight = leaves
     logits = F.linear(predictions, weight, None if lm_head is None else lm_head.bias)

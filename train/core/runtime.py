@@ -62,7 +62,7 @@ def local_rank() -> int:
 
 
 def threads_of_rank(environment: Mapping[str, str], local: int) -> int | None:
-    """CPU threads of one of ``local`` ranks on this machine; None: OMP_NUM_THREADS, which torch has read.
+    """CPU threads of one of ``local`` ranks on this machine; None if OMP_NUM_THREADS decides, which torch has read.
 
     torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it, so that 1 is ignored. DeepSpeed's
     launcher sets it only with --bind_cores_to_rank, to the number of the rank's cores.

@@ -34,7 +34,7 @@ WHOLE = 1 << 30  # longest dialogue in tokens: none is cut
 def find_frequent(task: Task, train: Source) -> str | None:
     """Give ``task`` the ``draft_vocab`` and the ``loss_vocab`` most frequent tokens of the training answers.
 
-    Returns what share of the answers' tokens can be drafted; None: all of them.
+    Return a note on the share of the answers' tokens that can be drafted, or None if that is all of them.
 
     Raises:
         ValueError: more tokens than the vocabulary has, or a method that does not draft with a part of it.

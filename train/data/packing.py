@@ -93,7 +93,7 @@ class Batch:
         return torch.where(inside & (self.segments >= 0), shifted, torch.zeros_like(shifted))
 
     def attention(self) -> Dialogues | None:
-        """The mask, for a head with ``use_dialogue_attention``; None: each row is one dialogue."""
+        """The mask, for a head with ``use_dialogue_attention``; None if each row is one dialogue."""
         return Dialogues(self.dialogue_lengths()) if self.spans else None
 
     def dialogue_lengths(self) -> list[int]:

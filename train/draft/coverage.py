@@ -17,7 +17,7 @@ from train.data.packing import Batch
 
 @torch.no_grad()
 def right_rows(model: TargetModel, batch: Batch, heads: LMHeads) -> Tensor:
-    """bool ``[R, L]``: whether draft model and target rank the same token first after row i."""
+    """bool ``[R, L]``: whether draft model and target rank the same token first after position i."""
     size, head = heads.rows_at_once(heads.target), heads.target.weight
     right = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
     for span in batch.spans:
@@ -29,7 +29,7 @@ def right_rows(model: TargetModel, batch: Batch, heads: LMHeads) -> Tensor:
 
 
 def covered_rows(right: Tensor, batch: Batch, length: int) -> Tensor:
-    """bool ``[R, L]``: rows from which ``length`` consecutive tokens, or all up to the answer's end, are ``right``."""
+    """bool ``[R, L]``: positions from which ``length`` tokens, or all up to the answer's end, are ``right``."""
     wrong = ~right & batch.shifted(batch.loss_mask, 1)  # row i is about token i + 1
     missed = wrong.clone()
     for ahead in range(1, length):
@@ -38,7 +38,7 @@ def covered_rows(right: Tensor, batch: Batch, length: int) -> Tensor:
 
 
 class Boosting:
-    """The rows that a draft model is trained on: those that no earlier one covers, and a share ``keep`` of the others.
+    """Positions that a draft model is trained on: those that no earlier one covers, and a share ``keep`` of the others.
 
     The earlier draft models run once on every dialogue.
     """
@@ -50,7 +50,7 @@ class Boosting:
         self._trained: dict[bytes, Tensor] = {}
 
     def trained(self, batch: Batch) -> Tensor:
-        """bool ``[R, L]``: whether a row is trained where its token belongs to an answer."""
+        """bool ``[R, L]``: whether a position is trained where its token belongs to an answer."""
         texts = [span.of(batch.input_ids).numpy().tobytes() for span in batch.spans]
         if any(text not in self._trained for text in texts):
             device = self.heads.target.weight.device

@@ -27,7 +27,7 @@ class Limits:
     """The limits of one run, and its clock, which counts training only.
 
     Args:
-        last_step: the step that ``steps`` or ``epochs`` end the run after; None: only ``minutes`` does.
+        last_step: last step by ``steps`` or ``epochs``; None if only ``minutes`` ends the run.
     """
 
     def __init__(

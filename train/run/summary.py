@@ -108,7 +108,7 @@ def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, 
 
     Args:
         heldout: of ``describe_heldout``; empty for older runs.
-        share: of the answers' tokens that the target ranks first; None: not measured.
+        share: share of the answers' tokens that the target ranks first, or None if it was not measured.
     """
     facts = {key: heldout.get(key) for key in ("source", "answers")} | {"own_share": share, "warning": None}
     if share is None or share >= LEAST_OWN:

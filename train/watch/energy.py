@@ -17,7 +17,7 @@ class TrainingEnergy:
 
     Each rank reads its GPU; a machine's first rank reads its CPU packages. A counter covers the whole device, with idle
     power and other processes. ``joules``: of all ranks, as of the last ``total``, or of the run before it was resumed;
-    None: at least one device was not counted all the time.
+    None if a device was not counted all the time.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks, joules: float | None) -> None:
