@@ -182,7 +182,7 @@ def test_broken_lines_are_counted_and_the_rest_is_read(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join(lines))
     dialogues, counts = read(file)
-    assert len(dialogues) == counts.kept == 2
+    assert len(dialogues) == counts.usable == 2
     assert counts.dropped == {"broken_json": 2, "not_utf8": 1, "no_assistant_turn": 1}
     assert counts.describe() == "2 kept, dropped 4 (broken_json 2, not_utf8 1, no_assistant_turn 1)"
 

@@ -207,7 +207,7 @@ def test_one_mask_of_zeros_costs_one_dialogue(tmp_path):
     chat = ChatTokenizer(byte_level(template + "{% endfor %}", ["</s>"], None, "</s>"))
     split = encode_split(write_data(tmp_path / "data.jsonl", ["Be quiet!", "Hi", "quiet", "Ho"]), chat, 128)
     assert split.ids == ["record 1", "record 3"]
-    assert split.counts.dropped == {"no_answer_printed": 2} and split.counts.kept == 2
+    assert split.counts.dropped == {"no_answer_printed": 2} and split.counts.usable == 2
 
 
 VICUNA_FILE = Path(__file__).resolve().parents[1] / "configs" / "templates" / "vicuna.jinja"
@@ -299,7 +299,7 @@ def test_records_of_one_dialogue_are_counted(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"messages": thinking(in_text=False)}) + "\n" for _ in range(4)))
     split = encode_split(str(file), qwen3(), 512, limit=3)
-    assert split.used == split.counts.kept == 3 and split.ids[:3] == ["record 0/0", "record 0/1", "record 0/2"]
+    assert split.used == split.counts.usable == 3 and split.ids[:3] == ["record 0/0", "record 0/1", "record 0/2"]
     assert len(split.dialogues) == 9
     assert split.counts.changed == {"one_record_per_turn": 3}
     sample = sample_split(str(file), qwen3(), 512, count=2)

@@ -86,7 +86,7 @@ class Sample:
     @property
     def usable(self) -> int:
         """Estimated number of usable dialogues in the file, at most ``limit``."""
-        estimate = round(self.counts.kept * self.encoded.used / self.looked_at)
+        estimate = round(self.counts.usable * self.encoded.used / self.looked_at)
         return estimate if self.limit is None else min(estimate, self.limit)
 
     @property
@@ -127,11 +127,11 @@ def sample_split(source: str, chat: ChatTokenizer, max_length: int, count: int, 
     try:
         encoded = _encode(iter(chosen), ReadCounts(), source, chat, max_length)
     except ValueError:
-        if len(chosen) == counts.kept:
+        if len(chosen) == counts.usable:
             raise
         # The sample has no usable dialogue: take the file's first usable ones, or raise the error for all of it.
         encoded = encode_split(source, chat, max_length, count)
-        return Sample(counts.kept, encoded, counts, limit, seconds)
+        return Sample(counts.usable, encoded, counts, limit, seconds)
     return Sample(len(chosen), encoded, counts, limit, seconds)
 
 
@@ -176,7 +176,7 @@ def _encode(
             progress.update(len(chunk))
             if not split.ids and counts.dropped[NO_ANSWER] >= FIRST_WITHOUT_ANSWER:
                 raise ValueError(f"{source}: {details[NO_ANSWER]}")
-    counts.kept = split.used
+    counts.usable = split.used
     if not split.ids:
         detail = details.get(NO_ANSWER) or next(reversed(details.values()), "")
         example = f"; for example: {detail}" if detail else ""

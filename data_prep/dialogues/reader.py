@@ -38,9 +38,9 @@ class Dialogue:
 
 @dataclass
 class ReadCounts:
-    """Numbers of records kept, dropped by reason, and kept but changed."""
+    """Numbers of usable records, of dropped ones by reason, and of changed ones by change."""
 
-    kept: int = 0
+    usable: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
 
@@ -48,7 +48,7 @@ class ReadCounts:
         """One line: ``120 kept, dropped 3 (broken_json 2, no_assistant_turn 1)``."""
         dropped = f"dropped {self.dropped.total():,}" + (f" ({listed(self.dropped)})" if self.dropped else "")
         changes = listed(self.changed)
-        return f"{self.kept:,} kept, {dropped}" + (f", changed: {changes}" if changes else "")
+        return f"{self.usable:,} kept, {dropped}" + (f", changed: {changes}" if changes else "")
 
 
 def listed(reasons: Counter[str]) -> str:
@@ -76,11 +76,11 @@ def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = Fa
         except DroppedError as error:
             counts.dropped[error.reason] += 1
             continue
-        counts.kept += 1
+        counts.usable += 1
         yield dialogue
     if not seen:
         raise ValueError(f"{source} is empty: it holds no record; give a ShareGPT .json, .jsonl or .gz file")
-    if counts.kept == 0:
+    if counts.usable == 0:
         raise ValueError(
             f"{source}: none of {seen:,} records is a usable dialogue ({counts.describe()}); expected ShareGPT records "
             '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'

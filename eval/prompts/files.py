@@ -98,7 +98,7 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
             yield Record(dialogue.id, dialogue.category, messages[:first_answer])
     except ValueError:
         first = first_record(read_records(file))
-        if counts.kept or not first or first_value(first, TURN_KEYS) is not None:
+        if counts.usable or not first or first_value(first, TURN_KEYS) is not None:
             raise
         raise ValueError(
             f"{file} has fields of no known format; the first record is {shortened(first, 60)}, expected {FORMS}; "
