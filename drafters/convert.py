@@ -15,7 +15,7 @@ from pathlib import Path
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.files import check_new_folder
 from drafters.common.paths import check_model
-from drafters.layouts.config import LOADS_AS_IT_IS, read_config
+from drafters.heads.keys import LOADS_AS_IT_IS, read_config
 
 LAYOUTS = ("fill-in", "anchor-first")
 

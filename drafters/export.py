@@ -14,8 +14,7 @@ from pathlib import Path
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_new_folder
 from drafters.common.paths import check_model
-from drafters.hub.declared import READERS
-from drafters.layouts.config import EXPORT_FIRST, read_config
+from drafters.heads.keys import EXPORT_FIRST, READERS, read_config
 
 
 def main(arguments: list[str] | None = None) -> None:

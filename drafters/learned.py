@@ -14,9 +14,10 @@ from drafters.base import Drafter
 from drafters.config import Config, validate
 from drafters.drafting.head import Head
 from drafters.drafting.tree_plan import TreePlan, check_children
+from drafters.heads.forms import HeadForms
 from drafters.heads.shape import HeadShape, split
 from drafters.hub import checkpoint
-from drafters.hub.declared import Layout, Recipe
+from drafters.hub.declared import Recipe
 from drafters.hub.model_card import Card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
 from drafters.loop.acceptance import Verdict
@@ -37,7 +38,7 @@ class LearnedDrafter(Drafter):
     Class attributes:
         shape: schema of the head's shape. module: class of the head's module, which is built from a shape.
         card_title: the method on the model card, with a link to its paper.
-        layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
+        forms: how its authors' code and engines store such a head; by default only this toolkit loads it.
         recipe: how train.start trains and measures it; None: it does not.
         unread: by ``tree``, options that it does not read.
         unsaved: options that config.json does not store.
@@ -46,7 +47,7 @@ class LearnedDrafter(Drafter):
     shape: ClassVar[type[HeadShape]] = HeadShape
     module_class: ClassVar[type[nn.Module]]
     card_title: ClassVar[str] = ""
-    layout: ClassVar[Layout] = Layout()
+    forms: ClassVar[HeadForms] = HeadForms()
     recipe: ClassVar[Recipe | None] = None
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     unsaved: ClassVar[frozenset[str]] = frozenset()

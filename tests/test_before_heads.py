@@ -15,8 +15,8 @@ import pytest
 import tiny_run
 
 from drafters import TargetModel, drafter_class, generate, load_drafter
+from drafters.heads.keys import READERS
 from drafters.hub.checkpoint import load_checkpoint
-from drafters.hub.declared import READERS
 from drafters.layouts.export import export
 from drafters.model.ends import load_frozen_ends
 from train.core.task import make_task

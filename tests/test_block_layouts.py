@@ -13,11 +13,11 @@ from test_eagle3_layouts import LAYERS, rewrite, save_target, written
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.heads.block.shape import BlockShape, DSparkShape
+from drafters.heads.state_forms import told_state
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
-from drafters.layouts.block_export import why_not
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export, served_by, serving
-from drafters.layouts.state_heads import told_state
+from drafters.methods import drafter_class
 
 SHAPES: dict[str, type[BlockShape]] = {"dflash": BlockShape, "dspark": DSparkShape}
 FIRST = {"layout": "anchor-first"}
@@ -207,7 +207,7 @@ def test_what_a_program_cannot_serve_is_refused(
     refused = served_by(method, given, target.config)
     assert refused[to] is not None
     if (to, method) != ("official", "dspark"):
-        assert refused[to] == why_not(to, SHAPES[method](**given), target.config)
+        assert refused[to] == drafter_class(method).forms.why_not(to, SHAPES[method](**given), target.config)
 
 
 def test_every_program_serves_the_usual_head(target: TargetModel) -> None:

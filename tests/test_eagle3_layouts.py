@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.heads.eagle3.forms import EAGLE3_FORMS
 from drafters.heads.eagle3.shape import Eagle3Shape
+from drafters.heads.state_forms import told_state, with_draft_vocabulary
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
-from drafters.layouts.eagle3_export import why_not
 from drafters.layouts.export import check, export, served_by
-from drafters.layouts.state_heads import told_state, with_draft_vocabulary
 from drafters.model.draft_head import D2T
 
 LAYERS, USUAL = 7, [2, 3, 4]  # n layers; the states 2, n // 2 and n - 3
@@ -196,7 +196,7 @@ def test_what_a_program_cannot_serve_is_refused(
         export(save_head(tmp_path / "head", target, **options), to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     refused = served_by("eagle3", {"taps": USUAL} | options, target.config)
-    assert refused[to] == why_not(to, Eagle3Shape(**{"taps": USUAL} | options), target.config) is not None
+    assert refused[to] == EAGLE3_FORMS.why_not(to, Eagle3Shape(**{"taps": USUAL} | options), target.config) is not None
     assert served_by("eagle3", {"taps": USUAL}, target.config) == dict.fromkeys(refused)
 
 

@@ -21,11 +21,11 @@ import drafters.export
 from drafters import TargetModel
 from drafters.heads.eagle.module import EagleHead
 from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.forms import in_one_dtype
 from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.export import check, export
-from drafters.layouts.released import in_one_dtype
 from drafters.methods.eagle import EagleDrafter
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.layers import default_layer

@@ -15,6 +15,7 @@ from test_eagle3_layouts import IDS, rewrite, save_target, written
 import drafters.layouts.convert
 from drafters import TargetModel
 from drafters.hub.checkpoint import load_checkpoint
+from drafters.layouts import files
 from drafters.layouts.convert import convert
 from drafters.layouts.export import export
 from drafters.methods.eagle import EagleDrafter
@@ -72,9 +73,9 @@ def test_every_value_of_every_key(
     monkeypatch.setattr(EagleDrafter, "build_module", lambda *given: one_head)
     for name, folder in released.items():
         (tmp_path / name).mkdir()
-        read = module.read_weights(folder, name)
+        read = files.read_weights(folder, name)
         with monkeypatch.context() as reading:
-            reading.setattr(module, "read_weights", lambda *given, read=read: (read[0], dict(read[1])))
+            reading.setattr(files, "read_weights", lambda *given, read=read: (read[0], dict(read[1])))
             config = written(folder)[0]
             for path in [path for path in paths(config) if path not in seen]:
                 seen.add(path)

@@ -118,7 +118,7 @@ def test_figures_of_slots(settings: dict[str, Any], layout: str) -> None:
     """Catches a slot's figures under another's number, or of another token; reference: one block after the other."""
     task, batch = task_of("dflash", settings, 1, 3, layout=layout, draft_vocab=60)
     found, ids = task.heldout(task.module, batch, task.pairs(task.module, batch)), task.heads.ids.long()
-    own, slots, size = dict(task.module.named_parameters()), task.slots, task.block_size
+    own, slots, size = dict(task.module.named_parameters()), task.slots, task.block_rows
     totals = torch.zeros(slots, 3)  # overlap, agreement, count
     for span, anchors in zip(batch.spans, batch.anchors, strict=True):
         mask, states = span.of(batch.loss_mask).tolist(), span.of(batch.taps[tiny_run.TAP])

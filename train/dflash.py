@@ -57,7 +57,7 @@ class DFlashTask(Task):
     def __init__(self, config: DFlashConfig, ends: FrozenEnds) -> None:
         super().__init__(config.settled(lambda: ends.config.num_hidden_layers), ends)
         head: Any = self.module
-        self.layers_config, self.block_size, self.slots = head.config, head.shape.block_size, head.shape.slots
+        self.layers_config, self.block_rows, self.slots = head.config, head.shape.rows, head.shape.slots
         self.against_logits = config.target_weight > 0
         if head.lm_head is not None:
             self.heads.drafter_heads, self.lm_heads = [head.lm_head], ("lm_head.weight",)
@@ -87,7 +87,7 @@ class DFlashTask(Task):
 
     def most_rows(self, lengths: list[int]) -> tuple[int, int]:
         blocks = sum(self.most_blocks(length) for length in lengths)
-        return blocks * self.config.head.block_size, blocks * self.slots
+        return blocks * self.config.head.rows, blocks * self.slots
 
     def most_blocks(self, positions: float) -> int:
         """Blocks of a dialogue with this number of positions that can be anchors."""
@@ -123,7 +123,7 @@ class DFlashTask(Task):
             shortest = min([shortest, *begins.tolist()])
         if not whole and (longest := longest_answer(train)) < slots:
             raise ValueError(
-                f"block_size is {self.block_size}, whose blocks predict {slots} tokens, and the longest answer "
+                f"block_size is {self.block_rows}, whose blocks predict {slots} tokens, and the longest answer "
                 f"has {longest} tokens, so that no anchor has a whole block; set a smaller block_size"
             )
         of = f" of the first {count:,} dialogues" if count < len(train) else ""
@@ -149,14 +149,14 @@ class DFlashTask(Task):
         """``[m, K, H]``, as they enter the LM head: of the slots that predict, of all blocks."""
         shape, device = self.config.head, batch.input_ids.device
         anchors = torch.tensor([*itertools.chain(*batch.anchors)], dtype=torch.int64, device=device)
-        masks = anchors.new_full((len(anchors), shape.block_size - 1), shape.mask_token_id)
+        masks = anchors.new_full((len(anchors), shape.rows - 1), shape.mask_token_id)
         ids = torch.cat([batch.input_ids[0, anchor_rows(batch)][:, None], masks], dim=1)
-        places = anchors[:, None] + torch.arange(shape.block_size, device=device)
+        places = anchors[:, None] + torch.arange(shape.rows, device=device)
         features = torch.cat([batch.taps[tap] for tap in shape.reads], dim=-1)
         positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
-        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, shape.block_size, shape.causal)
+        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, shape.rows, shape.causal)
         states = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
-        return states.view(len(anchors), shape.block_size, states.shape[-1])[:, shape.first_slot :]
+        return states.view(len(anchors), shape.rows, states.shape[-1])[:, shape.first_slot :]
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Further parts of the pairs, from the slots' states ``[m, K, H]``, if slots depend on the tokens before."""

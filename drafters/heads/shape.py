@@ -22,10 +22,12 @@ class HeadShape(Config):
     Class attributes:
         usual: values that training gives to keys that stored heads must state.
         stated: keys that config.json has also with their defaults.
+        mistakes: keys that are true or false, each with the mistake of a program that takes the other value.
     """
 
     usual: ClassVar[dict[str, Any]] = {}
     stated: ClassVar[tuple[str, ...]] = ()
+    mistakes: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def usual_taps(cls, layers: int) -> list[int]:

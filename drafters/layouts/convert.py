@@ -7,34 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from drafters.common.files import check_new_folder
 from drafters.common.fingerprints import same_weights
 from drafters.common.paths import hub_names, shown_name
 from drafters.common.wording import dtype_name, shortened
+from drafters.heads.forms import DTYPES, EMBEDDING, Stated
+from drafters.heads.keys import CONFIG_FILE, LOADS_AS_IT_IS, made_from
+from drafters.heads.one_layer import PICKLED_FILE
+from drafters.heads.states import LM_HEAD
 from drafters.hub.checkpoint import FORMAT_VERSION, HUB_NAMES, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
-from drafters.hub.declared import Layout
-from drafters.layouts import block, eagle3
-from drafters.layouts.config import CONFIG_FILE, LOADS_AS_IT_IS, made_from, read_config
-from drafters.layouts.released import (
-    DTYPES,
-    EMBEDDING,
-    INDEXES,
-    PICKLED_FILE,
-    differences,
-    exportable,
-    head_layer,
-    kind_of,
-    read_weights,
-)
-from drafters.layouts.state_heads import LM_HEAD
-from drafters.learned import LearnedDrafter
+from drafters.layouts.files import INDEXES, kind_of, read_folder
 from drafters.model.ends import FrozenEnds, load_frozen_ends
-from drafters.model.layers import layer_config
 from drafters.model.weights import EMBEDDING as TARGETS
 
-STATE_HEADS = (eagle3.METHOD, *block.METHODS)  # methods whose heads read several of the target's states
 ROWS = 4096  # of an embedding that are compared at once
 _OTHER_EMBEDDING = (
     "give the model that it was trained for: --target MODEL. If it was trained with the target's embedding, and this "
@@ -69,59 +55,36 @@ def convert(
         OSError: the disk is full, for example.
     """
     check_new_folder(out, "--out")
-    folder = _folder(source, revision)
-    config = read_config(folder, source, LOADS_AS_IT_IS)
-    path, weights = read_weights(folder, source)
-    kind, notices = kind_of(weights), list[str]()
-    _check_known(weights, kind, source, exit_layer, layout, taps)
-    if states := kind.name in STATE_HEADS:
-        weights = (eagle3 if kind.name == eagle3.METHOD else block).renamed(weights)
+    path, stored = read_folder(_folder(source, revision), source, LOADS_AS_IT_IS)
+    kind, stated = kind_of(stored.config, stored.weights, source), Stated(target, exit_layer, layout, taps)
+    forms = kind.forms
+    for key, value in stated._asdict().items():
+        if key != "target" and value is not None and key not in kind.shape.model_fields:
+            option = f"--{key.replace('_', '-')}"
+            raise ValueError(f"{option} is {value}, and {source} is {forms.noun}, which has none; leave it out")
+    weights = forms.renamed(stored.weights)
     there = weights.get(EMBEDDING)  # the target's is read only to be compared with it
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
-    embedding = weights.pop(EMBEDDING, None)
-    if states:
-        notices += _drop_lm_head(weights, ends) if embedding is not None and kind.name in block.METHODS else []
-        options, more, weights = _state_head(kind.name, config, weights, ends, folder, source, layout, taps)
-        notices += more
-    else:
-        options = _options(config, weights, kind, ends, source, target, notices)
-        if "exit_layer" in kind.shape.model_fields:
-            options |= {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
-    _check_made_for(config, ends, source, target)
+    embedding, notices = weights.pop(EMBEDDING, None), list[str]()
+    if embedding is not None and forms.has_lm_head_copy:
+        notices += _drop_lm_head(weights, ends)
+    reading = forms.read(stored._replace(weights=weights), ends.config, stated)
+    notices += reading.notes + reading.doubts
+    _check_made_for(stored.config, ends, source, target)
     if embedding is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
-    load_state(kind.build_module(ends.config, kind.read_section(options, source)[0]), weights, source)
+    shape, _ = kind.read_section(reading.options, source)
+    load_state(kind.build_module(ends.config, shape), reading.weights, source)
     written = {
         "drafter_type": kind.name,
         "format_version": FORMAT_VERSION,
-        "drafter": options,
+        "drafter": reading.options,
         "target": ends.identity(target, target_revision).model_dump(),
         "training": _provenance(source, target, revision, path),
     }
-    save_checkpoint(out, weights, written, dtype=None)
+    save_checkpoint(out, reading.weights, written, dtype=None)
     return notices
-
-
-def _state_head(
-    method: str,
-    config: Mapping[str, Any],
-    weights: dict[str, Tensor],
-    ends: FrozenEnds,
-    folder: Path,
-    source: str,
-    layout: str | None,
-    taps: list[int] | None,
-) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
-    """Options, notes for the user, and weights of a head that reads the target's states."""
-    if method == eagle3.METHOD:
-        found = eagle3.read(config, weights, ends.config, source, taps)
-        own = eagle3.own_weights(weights, found.options)
-    else:
-        block.check_folder(folder, source)
-        found = block.read(config, weights, ends.config, source, layout, taps)
-        own = block.own_weights(weights, found.options)
-    return found.options, found.notes + found.doubts, own
 
 
 def _provenance(source: str, target: str, revision: str | None, path: Path) -> dict[str, Any]:
@@ -132,25 +95,6 @@ def _provenance(source: str, target: str, revision: str | None, path: Path) -> d
     return named | {"revision": revision, "file": path.name, "sha256": digest}
 
 
-def _options(
-    config: Mapping[str, Any],
-    weights: dict[str, Tensor],
-    kind: type[LearnedDrafter],
-    ends: FrozenEnds,
-    source: str,
-    target: str,
-    notices: list[str],
-) -> dict[str, Any]:
-    """Options of a head of one layer of the target's kind; a bias of zeros is removed from ``weights``."""
-    layer = head_layer(config, ends.config, kind)
-    shape = layer_config(ends.config, layer)
-    _check_layer(config, shape, kind.layout, source, target)
-    if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(shape, "rms_norm_eps", eps)):
-        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the layer that it gets")
-    options: dict[str, Any] = {} if layer == "target" else {"layer": layer}
-    return options | (_bias(config, weights, kind.layout.bias, source, notices) if kind.layout.bias else {})
-
-
 def _folder(source: str, revision: str | None) -> Path:
     """The local folder of the source; pickled weights are downloaded only if the repository has no others."""
     if (folder := Path(source).expanduser()).is_dir():
@@ -159,39 +103,6 @@ def _folder(source: str, revision: str | None) -> Path:
     if not (folder / WEIGHTS_FILE).is_file():
         folder = snapshot(source, [CONFIG_FILE, PICKLED_FILE], revision)
     return folder
-
-
-def _check_known(
-    weights: Mapping[str, Tensor],
-    kind: type[LearnedDrafter],
-    source: str,
-    exit_layer: int | None,
-    layout: str | None,
-    taps: list[int] | None,
-) -> None:
-    """Raise ValueError if this toolkit has no such head, or one is given what it does not have."""
-    names = kind.layout.names
-    if kind.name not in STATE_HEADS and 2 * len(names & weights.keys()) < len(names):
-        known = ", ".join(other.layout.noun for other in exportable())
-        held = ", ".join(sorted(weights)[:3]) or "nothing"
-        raise ValueError(f"{source} is no head of a known kind (known: {known}): it holds {held}")
-    for option, given, has in (
-        ("--exit-layer", exit_layer, "exit_layer" in kind.shape.model_fields),
-        ("--layout", layout, kind.name in block.METHODS),
-        ("--taps", taps, kind.name in STATE_HEADS),
-    ):
-        if given is not None and not has:
-            raise ValueError(f"{option} is {given}, and {source} is {kind.layout.noun}, which has none; leave it out")
-
-
-def _check_layer(config: Mapping[str, Any], shape: PretrainedConfig, layout: Layout, source: str, target: str) -> None:
-    """Raise ValueError unless the head is made of one layer of this ``shape``."""
-    if (layers := config.get("num_hidden_layers", 1)) != 1:
-        raise ValueError(f"{source}: num_hidden_layers is {shortened(layers)} in {CONFIG_FILE}, and a head has 1")
-    if layout.rope_theta:  # the official code does not read RoPE from config.json
-        config = {key: value for key, value in config.items() if not key.startswith("rope_")}
-    if found := differences(config, shape, layout):
-        raise ValueError(f"{source} is no head for {target}: {'; '.join(found)}. Give its own: --target MODEL")
 
 
 def _check_made_for(config: Mapping[str, Any], ends: FrozenEnds, source: str, target: str) -> None:
@@ -243,37 +154,3 @@ def _drop_lm_head(weights: dict[str, Tensor], ends: FrozenEnds) -> list[str]:
         return [f"its {LM_HEAD} is not the target's, and is kept: it drafts with all {len(theirs):,} rows of its own"]
     del weights[LM_HEAD]
     return [f"its {LM_HEAD} ({dtype_name(theirs.dtype)}) is the target's, and was left out"]
-
-
-def _bias(
-    config: Mapping[str, Any], weights: dict[str, Tensor], name: str, source: str, notices: list[str]
-) -> dict[str, Any]:
-    """The option of a head with the bias ``name``; a bias of zeros is removed from ``weights``."""
-    bias = weights.get(name)
-    if bias is None:
-        if config.get("bias", True):
-            given = "true" if "bias" in config else "absent, which means true,"
-            raise ValueError(
-                f"{source}: bias is {given} in {CONFIG_FILE}, and {name} is not among its tensors. If it was trained "
-                f'without one, set "bias": false in {CONFIG_FILE}; else the file is incomplete'
-            )
-        return {}
-    if bias.is_floating_point() and not bias.any():
-        del weights[name]
-        notices.append(f"its {name} is zero, and was left out")
-        return {}
-    option = name.replace(".", "_")
-    notices.append(f"its {name} is kept ({option}: true; to train it further, set that there, too)")
-    return {option: True}
-
-
-def _exit_layer(config: Mapping[str, Any], given: int | None, ends: FrozenEnds, source: str, target: str) -> int:
-    known = made_from(config).get("exit_layer")
-    layers = ends.config.num_hidden_layers
-    if known is not None and given not in (None, known):
-        raise ValueError(f"--exit-layer is {given}, and {source} was trained behind layer {known}; leave it out")
-    if (found := given or known) is None:
-        raise ValueError(f"{source} does not say its exit layer: give --exit-layer N (2 for Vicuna 7B, 3 for 13B)")
-    if type(found) is not int or not 0 < found < layers:
-        raise ValueError(f"--exit-layer must be between 1 and {layers - 1} for {target}, found {found}")
-    return found

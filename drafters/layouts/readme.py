@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from drafters.common.wording import dtype_name
+from drafters.heads.forms import STEPS, HeadForms
+from drafters.heads.keys import MADE_FROM
+from drafters.heads.one_layer import HOT_TOKENS
 from drafters.hub.checkpoint import CONFIDENCE_FILE
-from drafters.hub.declared import Layout
-from drafters.layouts.config import MADE_FROM
 
-HOT_TOKENS = "hot_token_ids.pt"  # of SGLang's --speculative-token-map
-STEPS = 5  # tokens of a draft in the commands shown
 NUMBERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
 
 
@@ -30,33 +29,18 @@ class Exported(NamedTuple):
     out: Path
     hot: Tensor | None
     method: str
+    forms: HeadForms
     readers: tuple[str, ...] = ()
     steps: int = STEPS
     calibrated: bool = False
 
 
-class Form(NamedTuple):
-    """A head in the form of a program: what is written, the programs that load it, and what the user has to know.
-
-    ``hot``: the draft vocabulary of SGLang's file; None if there is none. ``steps``: as in ``Exported``.
-    ``temperatures``: of the confidence head, for SGLang's file; None if there is none.
-    """
-
-    config: dict[str, Any]
-    weights: dict[str, Tensor]
-    hot: Tensor | None
-    readers: tuple[str, ...]
-    notices: list[str]
-    steps: int = STEPS
-    temperatures: list[float] | None = None
-
-
-def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported, layout: Layout) -> str:
+def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported) -> str:
     """The text for a head with this ``config.json`` and these ``weights``."""
     made, count = config[MADE_FROM], sum(value.numel() for value in weights.values())
     revision = f" at revision `{made['target_revision']}`" if made["target_revision"] else ""
     sections = [
-        f"# {made['drafter']}: {layout.noun} for {made['target']}",
+        f"# {made['drafter']}: {given.forms.noun} for {made['target']}",
         f"{count:,} weights in {dtype_name(next(iter(weights.values())).dtype)}, made by\n\n```sh\n"
         f"python -m drafters.export {given.checkpoint} --to {given.to} --out {given.out}\n"
         f"python -m drafters.export --check {given.out} --target {given.target}   # before it is served\n```\n\n"
@@ -68,7 +52,7 @@ def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Expo
             f"\n\nThe drafter drafts with the {len(given.hot):,} most frequent tokens. That list is left out here: the "
             "programs that read this folder know none, and draft with the whole vocabulary, which takes longer."
         )
-    official = f"## The official code\n\n```\n{layout.code}\n```\n\n{layout.note}".format(
+    official = f"## The official code\n\n```\n{given.forms.code}\n```\n\n{given.forms.note}".format(
         target=given.target, out=given.out, exit_layer=made.get("exit_layer")
     )
     if "states" in made:
@@ -120,7 +104,7 @@ def vllm(given: Exported) -> str:
 
 def sglang(given: Exported) -> str:
     """How SGLang serves it."""
-    if given.method in ("dflash", "dspark"):
+    if given.forms.drafts_blocks:
         draft = f"--speculative-num-draft-tokens {given.steps + 1}"  # with the anchor
     else:
         draft = f"--speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"

@@ -22,9 +22,10 @@ from drafters.drafting.grow import Marginals, Slots, top_logit
 from drafters.drafting.head import StateHead
 from drafters.drafting.tree_plan import TreePlan
 from drafters.heads.block.dspark import DSparkHead
+from drafters.heads.block.forms import DFLASH_FORMS, DSPARK_FORMS
 from drafters.heads.block.module import BlockBackbone, ContextLayer, block_rows
 from drafters.heads.block.shape import BlockShape, DSparkShape
-from drafters.hub.declared import READERS, Layout, Recipe
+from drafters.hub.declared import Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
 from drafters.model.draft_head import own_head, quantize_layers
@@ -77,8 +78,8 @@ class BlockHead(StateHead):
         self.context = Part(layers, lambda states: norm(fc(states)), rope=self.block.rope)
         if options.draft_dtype is not None:
             quantize_layers(self.block, options.draft_dtype, fc)
-        self._rows = block_rows(shape.block_size, shape.causal, target.device)
-        masks = [shape.mask_token_id] * (shape.block_size - 1)
+        self._rows = block_rows(shape.rows, shape.causal, target.device)
+        masks = [shape.mask_token_id] * (shape.rows - 1)
         self._masks = torch.tensor([masks], dtype=torch.long, device=target.device)
         self._depth = options.depth or shape.slots
 
@@ -166,7 +167,7 @@ def shaped(options: BlockOptions, head: BlockHead) -> tuple[Shaper, int]:
     depth, top_k = options.depth or shape.slots, min(options.top_k, head.lm_head.width)
     if depth > shape.slots:
         raise ValueError(
-            f"depth is {depth}, and a block of {shape.block_size} rows with layout {shape.layout} predicts "
+            f"depth is {depth}, and a block of {shape.rows} rows with layout {shape.layout} predicts "
             f"{shape.slots} tokens; use {shape.slots} or less"
         )
     temperatures = options.confidence_temperatures
@@ -175,7 +176,7 @@ def shaped(options: BlockOptions, head: BlockHead) -> tuple[Shaper, int]:
             f"confidence_temperatures has {len(temperatures)} values, and a block predicts {shape.slots} tokens; give "
             "one for each, or null"
         )
-    rows = shape.block_size - 1  # the cache also holds the block
+    rows = shape.rows - 1  # the cache also holds the block
     if options.tree == "auto":
         return by_costs(options.nodes, depth, min(top_k, len(PRIOR))), rows
     if options.tree == "tree":
@@ -197,12 +198,7 @@ class DFlashDrafter(LearnedDrafter):
     module_class = BlockBackbone
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DFlash head ([DFlash](https://arxiv.org/abs/2602.06036))"
-    layout = Layout(
-        "a DFlash head",
-        code="DFlashDraftModel.from_pretrained('{out}').spec_generate(target, input_ids, new_tokens, stop_token_ids)",
-        note="`from dflash.model import DFlashDraftModel` (z-lab). The target is a model of transformers.",
-        readers=tuple(READERS),
-    )
+    forms = DFLASH_FORMS
     recipe = Recipe(
         learning_rate=6.0e-4,
         rows={"DFlash, auto": {"tree": "auto"}, "DFlash, chain of 3": {"tree": "chain", "depth": 3}},
@@ -228,7 +224,7 @@ class DSparkDrafter(LearnedDrafter):
     module_class = DSparkHead
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DSpark head ([DSpark](https://arxiv.org/abs/2607.05147))"
-    layout = Layout("a DSpark head", readers=tuple(name for name in READERS if name != "official"))
+    forms = DSPARK_FORMS
     recipe = Recipe(
         learning_rate=6.0e-4,
         rows={"DSpark, auto": {"tree": "auto"}, "DSpark, chain of 3": {"tree": "chain", "depth": 3}},

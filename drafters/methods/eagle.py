@@ -23,17 +23,19 @@ from drafters.drafting.grow import Slots
 from drafters.drafting.head import StateHead
 from drafters.drafting.passes import grow_by_passes
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, chain_plan
+from drafters.heads.eagle.forms import EAGLE_FORMS
 from drafters.heads.eagle.module import EagleHead
 from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.eagle3.forms import EAGLE3_FORMS
 from drafters.heads.eagle3.module import Eagle3Head
 from drafters.heads.eagle3.shape import Eagle3Shape
-from drafters.hub.declared import MLP, READERS, Layout, Recipe
+from drafters.hub.declared import Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
 from drafters.model import backend
 from drafters.model.draft_head import DraftHead, DraftHeadOptions, listed_head, own_head, quantize_layers
-from drafters.model.layers import SERVED, own_rope, rope_of
+from drafters.model.layers import own_rope, rope_of
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Part, identity, model_time
 from drafters.model.target import TargetModel
@@ -242,16 +244,7 @@ class EagleDrafter(LearnedDrafter):
     module_class = EagleHead
     options: ClassVar[type[Config]] = EagleOptions
     card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
-    layout = Layout(
-        "an EAGLE head",
-        tensors={"fc.weight": "H 2H", **MLP},
-        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=False)",
-        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
-        readers=("official", "vllm", "sglang"),
-        families=SERVED,
-        options={"inputs": SHIFTED},
-        bias="fc.bias",
-    )
+    forms = EAGLE_FORMS
     recipe = Recipe(
         learning_rate=3.0e-5,
         rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
@@ -281,12 +274,7 @@ class Eagle3Drafter(LearnedDrafter):
     module_class = Eagle3Head
     options: ClassVar[type[Config]] = Eagle3Options
     card_title = "EAGLE-3 head ([EAGLE-3](https://arxiv.org/abs/2503.01840))"
-    layout = Layout(
-        "an EAGLE-3 head",
-        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=True)",
-        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
-        readers=tuple(READERS),
-    )
+    forms = EAGLE3_FORMS
     recipe = Recipe(
         learning_rate=5.0e-5,
         rows={"EAGLE-3, auto": {"tree": "auto"}, "EAGLE-3, chain of 3": {"tree": "chain", "depth": 3}},

@@ -16,9 +16,10 @@ from drafters.config import Config, DraftSize
 from drafters.drafting.grow import Slots
 from drafters.drafting.head import Head
 from drafters.drafting.tree_plan import TreePlan, chain_plan
+from drafters.heads.kangaroo.forms import KANGAROO_FORMS
 from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
-from drafters.hub.declared import Layout, Recipe
+from drafters.hub.declared import Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -160,18 +161,7 @@ class KangarooDrafter(LearnedDrafter):
     module_class = KangarooAdapter
     options: ClassVar[type[Config]] = KangarooOptions
     card_title = "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))"
-    layout = Layout(
-        "a Kangaroo adapter",
-        tensors={"layers.0.input_layernorm.weight": "H", "norm.weight": "H"},
-        code="python -m evaluation.inference_kangaroo --model-path {target} --adapter-path {out} "
-        "--exitlayer {exit_layer} --threshold 0.6 --steps 6 --dtype float16 --bench-name Kangaroo --model-id kangaroo",
-        note="With another --exitlayer than {exit_layer} it drafts nonsense. The code reads only `pytorch_model.bin` "
-        "(plain tensors here), and the LM head of a target whose weights are in several such files.",
-        readers=("official",),
-        options={"ffn": False, "own_lm_head": False},
-        pickled=True,
-        rope_theta=10000.0,
-    )
+    forms = KANGAROO_FORMS
     recipe = Recipe(
         learning_rate=5.0e-5,
         rows={"Kangaroo": {}},

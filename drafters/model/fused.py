@@ -172,7 +172,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any) -> None:
         self.feature_norm = FusedNorm(layer.hidden_norm) if hasattr(layer, "hidden_norm") else None
-        self.norm_before_residual: bool = getattr(layer, "norm_before_residual", False)
+        self.normed_residual: bool = getattr(layer, "normed_residual", False)
         self.attention_norm, self.attention = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn)
         self.groups = self.attention.groups
         self.few_rows = 0 if self.attention.few is None else self.attention.few.rows
@@ -193,7 +193,7 @@ class FusedLayer:
             embedding, hidden = hidden.chunk(2, dim=-1)
             features = self.feature_norm(hidden)
             normed = torch.cat([self.attention_norm(embedding), features], dim=-1)
-            hidden = features if self.norm_before_residual else hidden
+            hidden = features if self.normed_residual else hidden
         hidden = hidden + self.attention(normed, angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 

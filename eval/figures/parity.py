@@ -95,7 +95,7 @@ def _check_block(drafter: DFlashDrafter | DSparkDrafter, engine: str) -> None:
     It runs ``depth`` + 1 rows; SGLang runs ``depth`` of a DSpark head, whose first row predicts a token, too.
     """
     anchor = 0 if isinstance(drafter, DSparkDrafter) else 1
-    rows, trained = drafter.shaper.depth + anchor, cast(Any, drafter.module).shape.block_size
+    rows, trained = drafter.shaper.depth + anchor, cast(Any, drafter.module).shape.rows
     if rows < trained and not cast(Any, drafter.module).shape.causal:
         raise ValueError(
             f"depth is {drafter.shaper.depth}, so {engine}'s blocks have {rows} rows, and the head was trained with "

@@ -3,7 +3,6 @@ other one, each draft is the right one of the token before or after.
 """
 
 import copy
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape
 from drafters.loop.state import DecodeState
 from drafters.methods.block import BlockHead, DFlashDrafter, DSparkDrafter, MarkovBlock, MarkovSlots
 from drafters.model.target import TargetModel
-from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, flip, ignore_d2t, of_taps, remade
+from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, flips, ignore_d2t, of_taps, remade
 
 Block = DFlashDrafter | DSparkDrafter
 
@@ -111,12 +110,7 @@ BLOCK_MISTAKES = (
         other_layout,
     ),
     *of_taps(_LAYER_IDS),
-    Mistake(
-        "blocks causal, or not",
-        "is_causal, dflash_config.causal, sliding_window_non_causal",
-        "set causal to its other value in its config.json",
-        partial(flip, key="causal"),
-    ),
+    *flips(BlockShape, "is_causal, dflash_config.causal, sliding_window_non_causal"),
     Mistake("hidden_norm left out", "hidden_norm.weight", RETRAIN, leave_out_norm),
     Mistake("context keys with the first layer's k_norm", _FIRST_NORM, RETRAIN, norm_as_first),
     Mistake("rope_theta 10000", "rope_theta, rope_parameters", _THETA, turn_otherwise),

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from drafters.config import SHIFTED, UNSHIFTED
-from drafters.heads.shape import split
+from drafters.heads.eagle3.shape import Eagle3Shape
+from drafters.heads.shape import HeadShape, split
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
 from drafters.methods.block import DFlashDrafter, DSparkDrafter
@@ -279,6 +280,14 @@ def of_taps(check: str) -> tuple[Mistake, ...]:
     )
 
 
+def flips(shape: type[HeadShape], check: str = "{key}") -> tuple[Mistake, ...]:
+    """Return the mistakes that the shape declares, each the other value of a key; ``check``: keys of an export."""
+    return tuple(
+        Mistake(name, check.format(key=key), f"set {key} to its other value in its config.json", partial(flip, key=key))
+        for key, name in shape.mistakes.items()
+    )
+
+
 def _leaves_out(name: str) -> Mistake:
     prefix, key = _NORMS[name]
     fix = RETRAIN if key is None else f'set "{key}": false in its config.json, and remove {name} from its weights'
@@ -292,18 +301,7 @@ def _leaves_out(name: str) -> Mistake:
 
 MISTAKES = (
     *of_taps(_LAYER_IDS),
-    Mistake(
-        "feedback on the wrong side of the final norm",
-        "norm_output",
-        "set norm_output to its other value in its config.json",
-        partial(flip, key="norm_output"),
-    ),
-    Mistake(
-        "residual on the wrong side of hidden_norm",
-        "norm_before_residual",
-        "set norm_before_residual to its other value in its config.json",
-        partial(flip, key="norm_before_residual"),
-    ),
+    *flips(Eagle3Shape),
     *map(_leaves_out, _NORMS),
     Mistake(
         "embedding and feature swapped",

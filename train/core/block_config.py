@@ -42,7 +42,7 @@ class DFlashConfig(TrainConfig):
     @property
     def decay(self) -> float:
         """gamma; its defaults are the paper's, and straight lines through them."""
-        size = self.head.block_size
+        size = self.head.rows
         return self.gamma or (size / 2 if size <= 10 else (size + 5) / 3)
 
     @classmethod
@@ -72,7 +72,7 @@ class DFlashConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _can_hold_its_blocks(self) -> Self:
-        size = self.head.block_size
+        size = self.head.rows
         if self.batch_tokens <= size:
             raise ValueError(
                 f"batch_tokens is {self.batch_tokens}, and a block of {size} rows needs a token before it; "

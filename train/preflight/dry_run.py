@@ -27,7 +27,7 @@ from data_prep.extraction.headers import make_headers
 from data_prep.store.manifest import ANSWERS, token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
-from drafters.hub.declared import READERS
+from drafters.heads.keys import READERS
 from drafters.layouts.export import served_by
 from drafters.methods import method_names
 from drafters.model.cache import head_sizes

@@ -96,7 +96,7 @@ def pass_memory(
 
 def _activations(task: Task, lengths: list[int], rows: int, width: int) -> tuple[int, int]:
     """Bytes that a pass of ``rows`` keeps for its backward pass, and those more if matrix products attend."""
-    context = sum(lengths) if task.block_size else 0  # tokens that blocks attend to, beside their own rows
+    context = sum(lengths) if task.block_rows else 0  # tokens that blocks attend to, beside their own rows
     read = {"fc": context or rows, "k_proj": rows + context, "v_proj": rows + context, "k_norm": rows + context}
     ends, outputs = {name.rpartition(".")[0] for name in task.lm_heads}, {"q_proj": 0, "k_proj": 0}
     saved = layers = 0
@@ -111,8 +111,8 @@ def _activations(task: Task, lengths: list[int], rows: int, width: int) -> tuple
         elif "norm" in type(part).__name__.lower() and isinstance(weight := getattr(part, "weight", None), Tensor):
             heads = {"q_norm": outputs["q_proj"], "k_norm": outputs["k_proj"]}  # one weight for all heads
             saved += count * heads.get(name, weight.numel()) * (width + copied)
-    if task.block_size:
-        pairs = sum(task.most_rows([length])[0] * (length / 2 + task.block_size) for length in lengths)
+    if task.block_rows:
+        pairs = sum(task.most_rows([length])[0] * (length / 2 + task.block_rows) for length in lengths)
     else:
         pairs = sum(length * (length + BLOCK) / 2 for length in lengths)
     states = (2 * (rows + context) + rows * (3 if copied else 1)) * outputs["q_proj"]

@@ -76,7 +76,7 @@ def training_cost(task: Task) -> TrainingCost:
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
-    if task.block_size is not None:
+    if task.block_rows is not None:
         return block_cost(task, matrices, pair)
     steps = task.passes
     own_keys = pair * (steps * (steps - 1) // 2)  # step n sees n more keys, those of its own chain
@@ -85,11 +85,11 @@ def training_cost(task: Task) -> TrainingCost:
 
 def block_cost(task: Task, matrices: Mapping[str, Tensor], pair: int) -> BlockCost:
     """The cost of a block drafter, whose context goes only through fc and the projections of keys and values."""
-    assert task.block_size is not None
+    assert task.block_rows is not None
     context = {name: 6 * weights.numel() for name, weights in matrices.items() if name.startswith("fc")}
     both = {name: 6 * weights.numel() for name, weights in matrices.items() if re.search(r"\b[kv]_proj\b", name)}
     other = 6 * sum(weights.numel() for name, weights in matrices.items() if name not in {*context, *both})
-    share = task.block_size / task.slots  # rows of a block for each slot that predicts
+    share = task.block_rows / task.slots  # rows of a block for each slot that predicts
     of_slot = row_flops(task) + round(share * (sum(both.values()) + other))
     return BlockCost(sum(context.values()) + sum(both.values()), round(share * pair), of_slot)
 

@@ -37,6 +37,7 @@ class BlockShape(HeadShape):
     """
 
     usual: ClassVar[dict[str, Any]] = {"layout": FILL_IN, "block_size": 16}
+    mistakes: ClassVar[dict[str, str]] = {"causal": "blocks causal, or not"}
 
     layout: BlockLayout = Field(
         default=None,
@@ -66,6 +67,11 @@ class BlockShape(HeadShape):
     def first_slot(self) -> int:
         """The first slot that predicts a token."""
         return 1 if self.layout == FILL_IN else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block, the anchor's included."""
+        return self.block_size
 
     @property
     def slots(self) -> int:

@@ -16,10 +16,10 @@ class Eagle3Layer(nn.Module):
     """A Llama or Qwen3 layer whose attention reads an embedding beside the feature: ``[..., 2 H]`` -> ``[..., H]``.
 
     Attributes:
-        norm_before_residual: the residual is the feature after ``hidden_norm``, not before it.
+        normed_residual: the residual is the feature after ``hidden_norm``, not before it.
     """
 
-    def __init__(self, kind: LayerKind, norm_before_residual: bool) -> None:
+    def __init__(self, kind: LayerKind, normed_residual: bool) -> None:
         super().__init__()
         config: Any = kind.config
         layer: Any = build_module(config, kind.decoder_layer, config, layer_idx=0)
@@ -29,13 +29,13 @@ class Eagle3Layer(nn.Module):
             setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, outputs, bias=False))
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         self.hidden_norm = build_module(config, kind.norm, config.hidden_size, eps=kind.eps)
-        self.norm_before_residual = norm_before_residual
+        self.normed_residual = normed_residual
 
     def forward(self, hidden: Tensor, use_cache: bool = False, **given: Any) -> Tensor:
         """The other arguments are those of the decoder layers of transformers."""
         embedding, feature = hidden.chunk(2, dim=-1)
         normed = self.hidden_norm(feature)
-        residual = normed if self.norm_before_residual else feature
+        residual = normed if self.normed_residual else feature
         both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         hidden = residual + self.self_attn(hidden_states=both, **given)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

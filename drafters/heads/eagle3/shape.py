@@ -1,6 +1,6 @@
 """Shape of an EAGLE-3 head. Imports no torch."""
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,11 @@ class Eagle3Shape(HeadShape):
     ``trained_steps``: steps of its training-time test, as the training records them; a default ``depth`` is no deeper.
     ``shape``: heads, MLP and RoPE of its layers where a released head has others than the target.
     """
+
+    mistakes: ClassVar[dict[str, str]] = {
+        "norm_output": "feedback on the wrong side of the final norm",
+        "norm_before_residual": "residual on the wrong side of hidden_norm",
+    }
 
     taps: list[Layers] | None = Field(
         default=None,

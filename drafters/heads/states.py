@@ -6,53 +6,31 @@ target's LM head or its own over a draft vocabulary (``d2t``, ``t2d``).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from drafters.common.states import disorder, state_name
+from drafters.common.states import disorder
 from drafters.common.wording import shortened
-from drafters.hub.declared import READERS
-from drafters.layouts.config import CONFIG_FILE, made_from, older_keys, rope, size
-from drafters.layouts.released import (
-    DSPARK_HEADS,
-    EMBEDDING,
+from drafters.heads.forms import (
     T2D,
-    another_target,
-    rope_problems,
-    tensor_problems,
-    weights_text,
+    Stored,
 )
+from drafters.heads.keys import CONFIG_FILE, rope, size
 from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.layers import ROPES
 
 LM_HEAD = "lm_head.weight"
 TAPS_KEY = '"made_from": {"taps": [...]}'  # of an export of ours; another config.json may have it, too
 SPECULATORS_VERSION = "0.9.0"  # whose form is written
-_LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators': the target's, not read again
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 _ROWS = {  # of the layers' matrices
     "self_attn.q_proj": ("num_attention_heads", "head_dim"),
     "self_attn.k_proj": ("num_key_value_heads", "head_dim"),
     "mlp.gate_proj": ("intermediate_size",),
 }
-_LAYER = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
-_LAYER += "max_position_embeddings initializer_range rms_norm_eps bos_token_id eos_token_id pad_token_id"
-
-
-class Reading(NamedTuple):
-    """What a head's config.json and tensors say.
-
-    Attributes:
-        notes: for the user. doubts: notes on what may lower acceptance; an import tells them, the check refuses them.
-    """
-
-    options: dict[str, Any]
-    notes: list[str]
-    doubts: list[str]
 
 
 def as_option(taps: Sequence[int]) -> str:
@@ -68,24 +46,6 @@ def either(source: str, key: str, one: str, other: str) -> str:
         f"--out OUT {one} (and {other}). Then python -m eval.parity --checkpoint OUT --target T --engine ours says "
         "which accepts more"
     )
-
-
-def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors under our names, without the copies of the target's; ``names``: parts of names, and ours for them.
-
-    Raises:
-        ValueError: two tensors of one name.
-    """
-    found: dict[str, Tensor] = {}
-    for given, value in weights.items():
-        name = given.removeprefix("model.")
-        for old, new in names.items():
-            name = name.replace(old, new)
-        if name in found:
-            raise ValueError(f"two tensors of the file are {name} (one is called {given}); remove one of them")
-        if name not in _LEFT_OUT:
-            found[name] = value
-    return found
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -111,8 +71,14 @@ def nested_layer(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {"model_type": defaults.model_type} | {key: getattr(defaults, key) for key in known} | dict(nested)
 
 
-def check_sizes(flat: Mapping[str, Any], weights: Mapping[str, Tensor], target: PretrainedConfig, source: str) -> None:
-    """Raise ValueError for sizes of another target, and for what the heads here have not."""
+def check_sizes(
+    flat: Mapping[str, Any], stored: Stored, target: PretrainedConfig, own_biases: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError for sizes of another target, and for what the heads here have not.
+
+    ``own_biases``: beginnings of the names of tensors that may have one.
+    """
+    weights, source = stored.weights, stored.source
     for key in ("hidden_size", "vocab_size"):
         if size(flat, key) != getattr(target, key):
             raise ValueError(
@@ -124,7 +90,7 @@ def check_sizes(flat: Mapping[str, Any], weights: Mapping[str, Tensor], target: 
             f"{source}: target_hidden_size is {shortened(width)}, and hidden_size {flat['hidden_size']}; a head of "
             "another width than its target has an embedding of its own, and cannot be read here"
         )
-    named = [name for name in weights if name.endswith(".bias") and not name.startswith(DSPARK_HEADS)]
+    named = [name for name in weights if name.endswith(".bias") and not name.startswith(own_biases)]
     biases = [name for name in named if weights[name].any()]
     stated = [f"{key}: true" for key in ("attention_bias", "mlp_bias", "bias") if flat.get(key)]
     if biases or stated:
@@ -288,32 +254,6 @@ def too_short(flat: Mapping[str, Any], target: PretrainedConfig) -> list[str]:
     ]
 
 
-def told_state(tap: int, layers: int) -> str:
-    """The target's hidden state ``tap`` in all numberings; the last one is no ``hidden_states`` of transformers, which
-    norms it."""
-    if tap == layers:
-        return f"output of layer {tap - 1}, before the target's final norm"
-    return f"input of layer {tap} = {state_name(tap)}"
-
-
-def with_draft_vocabulary(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of an export: t2d beside the d2t of a part of the vocabulary, no d2t for all of it."""
-    found = dict(weights)
-    if (offsets := found.pop(D2T, None)) is not None and len(offsets) < vocab_size:
-        chosen = torch.zeros(vocab_size, dtype=torch.bool)
-        chosen[draft_ids(offsets, vocab_size)] = True
-        found |= {D2T: offsets, T2D: chosen}
-    return found
-
-
-def layer_keys(shape: Any, kind: str, layers: int) -> dict[str, Any]:
-    """Keys of ``config.json`` that describe the decoder layers; ``shape``: their configuration."""
-    turning = rope(shape.to_dict())
-    found = {key: getattr(shape, key) for key in _LAYER.split()} | {"model_type": kind}
-    found |= {"num_hidden_layers": layers, "attention_bias": False, "mlp_bias": False}
-    return found | {"tie_word_embeddings": False, "rope_parameters": turning, **older_keys(turning)}
-
-
 def speculators_keys(
     algorithm: str, architecture: str, tokens: int, layer: Mapping[str, Any], target: PretrainedConfig, name: str
 ) -> dict[str, Any]:
@@ -331,76 +271,3 @@ def speculators_keys(
         },
         "transformer_layer_config": dict(layer),
     }
-
-
-def problems(
-    config: Mapping[str, Any],
-    flat: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    head: Callable[[], nn.Module],
-    target: PretrainedConfig,
-    positions: int,
-) -> list[str]:
-    """What engines would load without a word, in words: RoPE, positions, and tensors that are not those of ``head``.
-
-    Args:
-        flat: ``config`` with the layer's keys beside the head's. weights: under our names.
-        head: makes the module. positions: what an absent ``max_position_embeddings`` means.
-    """
-    layer = config.get("transformer_layer_config", config)
-    found = rope_problems(layer)
-    if (trained := made_from(config).get("rope")) not in (None, rope(layer)):
-        found.append(f"RoPE is {rope(layer)}, and was {trained} in training")
-    if (longest := flat.get("max_position_embeddings") or positions) < target.max_position_embeddings:
-        found.append(
-            f"max_position_embeddings is {longest:,}, and {target.max_position_embeddings:,} in the target: acceptance "
-            "falls to nothing there"
-        )
-    with torch.device("meta"):
-        wanted = {name: list(value.shape) for name, value in head().state_dict().items()}
-    said = flat.get("dtype") or flat.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    return found + tensor_problems(weights, wanted, (EMBEDDING, T2D), said)
-
-
-def loaded_by(
-    to: str, refused: Mapping[str, str | None], no_target: Mapping[str, str | None]
-) -> tuple[tuple[str, ...], list[str]]:
-    """The programs that load a head in the form of ``to``, and a notice if ``to`` cannot run its target.
-
-    Args:
-        refused: for each program, why it does not serve the head; None if it does. no_target: why it cannot run the
-            target beside such a head.
-    """
-    able = tuple(one for one in READERS if refused[one] is None and (one == to or no_target[one] is None))
-    if no_target[to] is None:
-        return able, []
-    return able, [f"{READERS[to]} cannot serve this today: {no_target[to]}; the folder has its layout"]
-
-
-def served_text(
-    folder: Path,
-    noun: str,
-    config: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    refused: Mapping[str, str | None],
-    notes: Sequence[str],
-    to: str | None,
-    target: str,
-) -> str:
-    """What a checked folder is, in words, and its ``notes`` in lines below.
-
-    Args:
-        refused: for each program, why it does not serve the head as it was trained. to: the one that must; None: any.
-
-    Raises:
-        ValueError: ``to`` does not, or none does, or the head is for another target.
-    """
-    if found := another_target(config, target):
-        raise ValueError(f"{folder}: {found}")
-    if to is not None and refused[to] is not None:
-        raise ValueError(f"{folder} is not for {READERS[to]}: {refused[to]}")
-    if not (able := [READERS[one] for one, reason in refused.items() if reason is None]):
-        reasons = "; ".join(f"not for {READERS[one]}: {reason}" for one, reason in refused.items())
-        raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
-    found = f"{folder} is {noun} for {' and '.join(able)}, {weights_text(weights)}, for {target}"
-    return "\n".join([found, *(f"note: {note}" for note in notes)])

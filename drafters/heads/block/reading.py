@@ -17,46 +17,35 @@ speculators, ``dspark``         inputs of layers          refused: speculators a
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from drafters.common.states import dflash_taps, from_inputs, from_outputs
 from drafters.common.wording import shortened
-from drafters.heads.block.shape import BlockShape, DSparkShape, MarkovKind
-from drafters.layouts import state_heads
-from drafters.layouts.config import CONFIG_FILE, made_from
-from drafters.layouts.released import T2D, block_method
-from drafters.layouts.state_heads import (
-    Reading,
+from drafters.config import Amount, Vocabulary, Width
+from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, MarkovKind
+from drafters.heads.forms import T2D
+from drafters.heads.keys import CONFIG_FILE, Keys, made_from
+from drafters.heads.states import (
     architecture_of,
     as_option,
     check_list,
-    check_sizes,
     check_states,
     either,
-    layer_of,
     nested_layer,
-    own_rows,
-    shape_of,
     states_of,
-    states_of_fc,
-    too_short,
 )
 from drafters.model.draft_head import D2T
-from drafters.model.layers import layer_kind
 
-METHODS: dict[str, type[BlockShape]] = {"dflash": BlockShape, "dspark": DSparkShape}
-NOUNS = {"dflash": "a DFlash head", "dspark": "a DSpark head"}
-FILL_IN, ANCHOR_FIRST = "fill-in", "anchor-first"
+DSPARK_HEADS = ("markov_head.", "confidence_head.")  # which have biases
 ANCHOR = "sample_from_anchor"  # true: anchor-first
 # Architectures by who gives them.
 ZLAB, DEEPSPEC, SPECFORGE = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
 SPECULATORS = "speculators_model_type"
 IDS, AUX_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"  # outputs and inputs of layers
+_METHODS = ("dflash", "dspark")
 MASK_EMBEDDING = "mask_embedding.pt"  # vLLM reads a mask token's own embedding from it
 _DEFINED = {ZLAB: FILL_IN, DEEPSPEC: ANCHOR_FIRST}  # by architecture; the others have two readings
 _GROUPS = ("dflash_config", "dspark_config")  # of keys that other forms have at the top
@@ -81,10 +70,51 @@ _VARIANTS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of ``BlockBackbone`` and ``DSparkHead``, without the copies of the target's; raises as
-    ``state_heads.renamed``."""
-    return state_heads.renamed(weights, {})
+class BlockKeys(Keys):
+    """Keys of ``config.json`` of a DFlash or DSpark head."""
+
+    block_size: Amount | None = None
+    mask_token_id: Vocabulary | None = None
+    layout: str | None = None
+    sample_from_anchor: bool | None = None
+    dspark_bonus_anchor: bool | None = None
+    is_causal: bool | None = None
+    causal: bool | None = None
+    sliding_window_non_causal: bool | None = None
+    markov_rank: Width | None = None
+    markov_head_type: str | None = None
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
+    dflash_config: "BlockKeys | None" = None
+    dspark_config: "BlockKeys | None" = None
+    transformer_layer_config: "BlockKeys | None" = None
+
+
+def flattened(config: Mapping[str, Any], method: str, noun: str, source: str) -> dict[str, Any]:
+    """``config.json`` with the keys of its groups and of speculators' layer at the top.
+
+    Raises:
+        ValueError: a key has two values, or the form is another method's.
+    """
+    found, kind = dict(config), config.get(SPECULATORS)
+    if kind is not None:
+        if kind != method:
+            raise ValueError(
+                f"{source}: {SPECULATORS} is {shortened(kind)}, and its tensors are those of {noun}; "
+                f"supported: {', '.join(_METHODS)}"
+            )
+        found = nested_layer(config, source) | {
+            key: value for key, value in config.items() if key not in ("architectures", "model_type")
+        }
+    for name in _GROUPS:
+        for key, value in config.get(name, {}).items():
+            if found.get(key) not in (None, value):
+                raise ValueError(
+                    f"{source}: {key} is {shortened(value)} in {name} and {shortened(found[key])} beside it; "
+                    "correct one of them"
+                )
+            found[key] = value
+    return found
 
 
 def own_weights(weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -95,92 +125,7 @@ def own_weights(weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> di
     return kept
 
 
-def check_folder(folder: Path, source: str) -> None:
-    """Raise ValueError for a file beside the weights that changes what the head reads."""
-    if (folder / MASK_EMBEDDING).is_file():
-        raise ValueError(
-            f"{source} has {MASK_EMBEDDING}, an embedding of the mask token beside the target's, and a head here reads "
-            "the target's; heads with one are not supported"
-        )
-
-
-def read(
-    config: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    target: PretrainedConfig,
-    source: str,
-    layout: str | None = None,
-    taps: list[int] | None = None,
-) -> Reading:
-    """Read what a head is from its ``config.json`` and its ``weights`` (``renamed``).
-
-    Args:
-        target: configuration of the model that it was trained for.
-        layout, taps: what the user says, where the folder does not.
-
-    Raises:
-        ValueError: another variant, keys that contradict each other, the tensors or the target, or two readings.
-    """
-    method = block_method(weights) or "dflash"
-    flat = flattened(config, method, source)
-    _refuse_variants(config, flat, method, source)
-    check_sizes(flat, weights, target, source)
-    if (layers := flat.get("num_target_layers")) not in (None, target.num_hidden_layers):
-        raise ValueError(
-            f"{source}: num_target_layers is {shortened(layers)}, and the target has {target.num_hidden_layers} "
-            "layers; give the model that it was trained for: --target MODEL"
-        )
-    count, notes = states_of_fc(weights, flat["hidden_size"], source, NOUNS[method]), list[str]()
-    options: dict[str, Any] = {
-        "layout": _layout(config, flat, method, source, layout),
-        "block_size": _number(flat, "block_size", 2, source),
-        "mask_token_id": _mask(flat, target.vocab_size, source),
-        "taps": _taps(config, flat, count, target.num_hidden_layers, source, notes, taps),
-        "layer": layer_of(flat, weights, source, notes),
-        "layers": _number(flat, "num_hidden_layers", 1, source),
-        "causal": _causal(config, flat, source),
-        "draft_vocab_size": own_rows(flat, weights, target.vocab_size, source),
-    }
-    if method == "dspark":
-        options |= _markov(flat, weights, source)
-    elif flat.get("markov_rank"):
-        raise ValueError(
-            f"{source}: markov_rank is {shortened(flat['markov_rank'])}, and there is no markov_head.markov_w1.weight; "
-            "the file is incomplete, or markov_rank must be 0"
-        )
-    options["shape"] = shape_of(flat, weights, layer_kind(target, options["layer"]).config, source)
-    found = METHODS[method](**options).model_dump(exclude_defaults=True, exclude_none=True)
-    return Reading(found, notes + too_short(flat, target), [])
-
-
-def flattened(config: Mapping[str, Any], method: str, source: str) -> dict[str, Any]:
-    """``config.json`` with the keys of its groups and of speculators' layer at the top.
-
-    Raises:
-        ValueError: a key has two values, or the form is another method's.
-    """
-    found, kind = dict(config), config.get(SPECULATORS)
-    if kind is not None:
-        if kind != method:
-            raise ValueError(
-                f"{source}: {SPECULATORS} is {shortened(kind)}, and its tensors are those of {NOUNS[method]}; "
-                f"supported: {', '.join(METHODS)}"
-            )
-        found = nested_layer(config, source) | {
-            key: value for key, value in config.items() if key not in ("architectures", "model_type")
-        }
-    for name in _GROUPS:
-        for key, value in config.get(name, {}).items():
-            if found.get(key) not in (None, value):
-                raise ValueError(
-                    f"{source}: {key} is {shortened(value)} in {name} and {shortened(found[key])} beside it; correct "
-                    "one of them"
-                )
-            found[key] = value
-    return found
-
-
-def _refuse_variants(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str) -> None:
+def refuse_variants(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str) -> None:
     """Raise ValueError for a head that computes something else, or that its engines would read as another method."""
     architecture = architecture_of(config)
     if config.get(SPECULATORS) is None and architecture not in (ZLAB, DEEPSPEC, SPECFORGE):
@@ -204,7 +149,7 @@ def _refuse_variants(config: Mapping[str, Any], flat: Mapping[str, Any], method:
         )
 
 
-def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str, given: str | None) -> str:
+def layout_of(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str, given: str | None) -> str:
     """The layout by the keys that state it, else by the definition of the form, else as ``given``."""
     stated = {"made_from: layout": made_from(config).get("layout"), "layout": flat.get("layout")}
     for key, anchor_first in ((ANCHOR, True), ("dspark_bonus_anchor", False)):
@@ -232,7 +177,7 @@ def _layout(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, sou
     return next(iter(known.values()))
 
 
-def _taps(
+def taps_of(
     config: Mapping[str, Any],
     flat: Mapping[str, Any],
     count: int,
@@ -273,7 +218,7 @@ def _taps(
     return taps
 
 
-def _number(flat: Mapping[str, Any], key: str, least: int, source: str) -> int:
+def number(flat: Mapping[str, Any], key: str, least: int, source: str) -> int:
     value = flat.get(key)
     if type(value) is not int or value < least:
         raise ValueError(
@@ -283,16 +228,7 @@ def _number(flat: Mapping[str, Any], key: str, least: int, source: str) -> int:
     return value
 
 
-def _mask(flat: Mapping[str, Any], vocab_size: int, source: str) -> int:
-    if (value := _number(flat, "mask_token_id", 0, source)) >= vocab_size:
-        raise ValueError(
-            f"{source}: mask_token_id is {value:,}, and the target's vocabulary has {vocab_size:,} tokens; give the id "
-            "that the head was trained with"
-        )
-    return value
-
-
-def _causal(config: Mapping[str, Any], flat: Mapping[str, Any], source: str) -> bool:
+def causal_of(config: Mapping[str, Any], flat: Mapping[str, Any], source: str) -> bool:
     """True if the rows of a block attend only to those before; speculators' layers without windows never do."""
     if config.get(SPECULATORS) is not None:
         return False
@@ -302,7 +238,7 @@ def _causal(config: Mapping[str, Any], flat: Mapping[str, Any], source: str) -> 
     return any(stated.values())
 
 
-def _markov(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
+def markov_of(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
     """Options of DSpark's two heads, which must agree with the tensors."""
     first = weights.get("markov_head.markov_w1.weight")
     if first is None or first.dim() != 2:

@@ -1,6 +1,7 @@
 """``config.json`` of a head in the form of its authors or of an engine. Imports no torch.
 
-``Keys`` has the types of all keys that any form reads, so that the readers need not check them. Null means absent.
+``Keys`` has the types of the keys that several heads have; a head's forms add their own. Readers need not check types.
+Null means absent.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,15 @@ from pydantic import ConfigDict, Field
 from drafters.common.paths import readable
 from drafters.common.wording import json_object, shortened
 from drafters.config import Amount, Config, Layers, Vocabulary, Width, validate
-from drafters.hub.declared import Layout
 
+# The programs that load heads.
+READERS = {
+    "official": "the official code",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "speculators": "speculators",
+    "llama.cpp": "llama.cpp",
+}
 CONFIG_FILE = "config.json"
 MADE_FROM = "made_from"  # our key in config.json: which drafter, for which target
 EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm --out FOLDER"
@@ -95,29 +103,7 @@ class Keys(Part):
     target_layer_ids: list[Layers] | None = None
     num_aux_hidden_states: Layers | None = None
     use_aux_hidden_state: bool | None = None
-    # EAGLE-3.
-    norm_before_residual: bool | None = None
-    norm_before_fc: bool | None = None
-    fc_norm: bool | None = None
-    use_aux_norm: bool | None = None
-    norm_output: bool | None = None
-    # Blocks.
-    block_size: Amount | None = None
-    mask_token_id: Vocabulary | None = None
-    layout: str | None = None
-    sample_from_anchor: bool | None = None
-    dspark_bonus_anchor: bool | None = None
-    is_causal: bool | None = None
-    causal: bool | None = None
-    sliding_window_non_causal: bool | None = None
-    markov_rank: Width | None = None
-    markov_head_type: str | None = None
-    enable_confidence_head: bool | None = None
-    confidence_head_with_markov: bool | None = None
     # Groups of such keys.
-    eagle_config: "Keys | None" = None
-    dflash_config: "Keys | None" = None
-    dspark_config: "Keys | None" = None
     transformer_layer_config: "Keys | None" = None
     made_from: Origin | None = None
 
@@ -153,27 +139,6 @@ def made_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """The origin that our exports write; empty for other heads."""
     found: dict[str, Any] = config.get(MADE_FROM, {})
     return found
-
-
-def tensors(config: Mapping[str, Any], layout: Layout, bias: bool = False) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a head with this ``config``.
-
-    Raises:
-        ValueError: a size is missing or wrong.
-    """
-    wide = size(config, "hidden_size")
-    heads = size(config, "num_attention_heads")
-    head_dim = size(config, "head_dim", wide // heads)
-    queries, keys = heads * head_dim, size(config, "num_key_value_heads", heads) * head_dim
-    projections = {"q": [queries, wide], "k": [keys, wide], "v": [keys, wide], "o": [wide, queries]}
-    found = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in projections.items()}
-    if config.get("model_type") == "qwen2" or config.get("qkv_bias"):
-        found |= {f"layers.0.self_attn.{name}_proj.bias": projections[name][:1] for name in "qkv"}
-    sizes = {"H": wide, "2H": 2 * wide}
-    if any("I" in shape for shape in layout.tensors.values()):
-        sizes["I"] = size(config, "intermediate_size")
-    found |= {name: [sizes[symbol] for symbol in shape.split()] for name, shape in layout.tensors.items()}
-    return found | ({layout.bias: [wide]} if bias and layout.bias else {})
 
 
 def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

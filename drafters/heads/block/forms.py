@@ -1,0 +1,233 @@
+"""DFlash and DSpark heads in the forms of their trainers and engines; ``reading`` has what their keys mean."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from drafters.common.states import to_inputs, to_outputs
+from drafters.common.wording import shortened
+from drafters.heads.block.dspark import DSparkHead
+from drafters.heads.block.module import BlockBackbone
+from drafters.heads.block.reading import (
+    ANCHOR,
+    AUX_IDS,
+    DEEPSPEC,
+    DSPARK_HEADS,
+    IDS,
+    MASK_EMBEDDING,
+    SPECFORGE,
+    SPECULATORS,
+    ZLAB,
+    BlockKeys,
+    causal_of,
+    flattened,
+    layout_of,
+    markov_of,
+    number,
+    own_weights,
+    refuse_variants,
+    taps_of,
+)
+from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape, DSparkShape
+from drafters.heads.forms import CERTAIN, Reading, Stated, Stored
+from drafters.heads.keys import MADE_FROM, READERS
+from drafters.heads.state_forms import StateForms
+from drafters.heads.states import (
+    architecture_of,
+    check_sizes,
+    layer_of,
+    own_rows,
+    shape_of,
+    speculators_keys,
+    states_of_fc,
+    too_short,
+)
+from drafters.model.layers import layer_kind
+
+NON_CAUSAL = "sliding_window_non_causal"  # speculators'; vLLM reads it for all layers
+# Programs that load a folder of this form.
+_LOADED_BY = {ZLAB: ("official", "vllm", "sglang", "llama.cpp"), DEEPSPEC: ("vllm", "sglang", "llama.cpp")}
+_LOADED_BY |= {SPECULATORS: ("vllm", "speculators")}
+# Families of targets, by model_type, whose classes in SGLang 0.5.23 hand over states for block drafters.
+_SGLANG_TARGETS = {"deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe_lite", "gpt_oss", "lfm2"}
+_SGLANG_TARGETS |= {"lfm2_moe", "llama", "mistral", "nemotron_h", "qwen3", "qwen3_moe", "qwen3_next"}
+_SLOTS = {
+    FILL_IN: "slot k predicts the token k after the anchor, slot 0 nothing",
+    ANCHOR_FIRST: "slot k predicts the token k + 1 after the anchor",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockForms(StateForms):
+    """Forms of DFlash or DSpark heads. ``method``: the name that speculators' and our config.json have."""
+
+    method: str
+    noun: str
+    readers: tuple[str, ...]
+    shape: type[BlockShape]
+    backbone: type[BlockBackbone]
+    code: str = ""
+    note: str = ""
+    keys: ClassVar = BlockKeys
+    loaded_by: ClassVar = _LOADED_BY
+    positions = 32768  # Qwen3's configuration
+    has_lm_head_copy = True  # DeepSpec's trainer
+    drafts_blocks = True
+
+    def match(self, config: Mapping[str, Any], names: set[str]) -> int:
+        """Block heads have a norm of the features outside of their layers; DSpark's have two further heads."""
+        bare = {name.removeprefix("model.") for name in names}
+        markov = any(name.startswith(DSPARK_HEADS) for name in bare)
+        return CERTAIN if "hidden_norm.weight" in bare and markov is (self.method == "dspark") else 0
+
+    def module(self, target: PretrainedConfig, shape: Any) -> nn.Module:
+        return self.backbone(target, shape)
+
+    def form_of(self, config: Mapping[str, Any]) -> str:
+        return SPECULATORS if config.get(SPECULATORS) is not None else architecture_of(config)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def flattened(self, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+        return flattened(config, self.method, self.noun, source)
+
+    def read(self, stored: Stored, target: PretrainedConfig, stated: Stated) -> Reading:
+        config, weights, source, method = stored.config, stored.weights, stored.source, self.method
+        if (stored.folder / MASK_EMBEDDING).is_file():
+            raise ValueError(
+                f"{source} has {MASK_EMBEDDING}, an embedding of the mask token beside the target's, and a head here "
+                "reads the target's; heads with one are not supported"
+            )
+        flat = self.flattened(config, source)
+        refuse_variants(config, flat, method, source)
+        check_sizes(flat, stored, target, DSPARK_HEADS)
+        if (layers := flat.get("num_target_layers")) not in (None, target.num_hidden_layers):
+            raise ValueError(
+                f"{source}: num_target_layers is {shortened(layers)}, and the target has {target.num_hidden_layers} "
+                "layers; give the model that it was trained for: --target MODEL"
+            )
+        count, notes = states_of_fc(weights, flat["hidden_size"], source, self.noun), list[str]()
+        options: dict[str, Any] = {
+            "layout": layout_of(config, flat, method, source, stated.layout),
+            "block_size": number(flat, "block_size", 2, source),
+            "mask_token_id": number(flat, "mask_token_id", 0, source),
+            "taps": taps_of(config, flat, count, target.num_hidden_layers, source, notes, stated.taps),
+            "layer": layer_of(flat, weights, source, notes),
+            "layers": number(flat, "num_hidden_layers", 1, source),
+            "causal": causal_of(config, flat, source),
+            "draft_vocab_size": own_rows(flat, weights, target.vocab_size, source),
+        }
+        if method == "dspark":
+            options |= markov_of(flat, weights, source)
+        elif flat.get("markov_rank"):
+            raise ValueError(
+                f"{source}: markov_rank is {shortened(flat['markov_rank'])}, and there is no "
+                "markov_head.markov_w1.weight; the file is incomplete, or markov_rank must be 0"
+            )
+        options["shape"] = shape_of(flat, weights, layer_kind(target, options["layer"]).config, source)
+        options = self.shape(**options).model_dump(exclude_defaults=True, exclude_none=True)
+        return Reading(options, own_weights(weights, options), notes + too_short(flat, target), [])
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    def config(
+        self, to: str, shape: Any, layer: Mapping[str, Any], target: PretrainedConfig, origin: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        method, taps = self.method, list(shape.reads)
+        layer = dict(layer) | {"layer_types": ["full_attention"] * shape.layers}
+        made = {"layout": shape.layout, "slot": _SLOTS[shape.layout]}
+        head: dict[str, Any] = {"block_size": shape.block_size, "tie_word_embeddings": False}
+        head |= _markov_keys(shape) if isinstance(shape, DSparkShape) else {}
+        block: dict[str, Any] = {"mask_token_id": shape.mask_token_id, ANCHOR: shape.layout == ANCHOR_FIRST}
+        if to == "speculators":
+            made[AUX_IDS] = "inputs of layers: hidden states"
+            architecture = SPECFORGE if method == "dspark" else ZLAB  # transformers saves the names of its classes
+            keys = speculators_keys(method, architecture, shape.slots, layer, target, origin["target"])
+            return head | block | keys | {AUX_IDS: to_inputs(taps), NON_CAUSAL: True, MADE_FROM: made}
+        made[IDS] = "outputs of layers: hidden states - 1"
+        config = layer | head | {"num_target_layers": target.num_hidden_layers, "is_causal": shape.causal}
+        config |= {"bias": False, MADE_FROM: made}
+        block[IDS] = to_outputs(taps)
+        if method == "dspark":
+            return config | block | {"architectures": [DEEPSPEC]}
+        return config | {"dflash_config": block | {"causal": shape.causal}, "architectures": [ZLAB]}
+
+    # ------------------------------------------------------------------------------------------- serving
+
+    def limits(self, shape: Any, target: PretrainedConfig) -> dict[str, list[tuple[bool, str]]]:
+        taps, rows, last = list(shape.reads), shape.draft_vocab_size, target.num_hidden_layers
+        dflash, fill_in = self.method == "dflash", shape.layout == FILL_IN
+        markov = shape.markov_head if isinstance(shape, DSparkShape) else "vanilla"
+        only_fill_in = (dflash and not fill_in, f"its DFlash predicts no token at the anchor (layout {FILL_IN})")
+        only_vanilla = (markov != "vanilla", f"it has no Markov head of the kind {markov!r}; train one with vanilla")
+        targets_head = "it drafts with the target's LM head; train one without draft_vocab"
+        whole = (rows == target.vocab_size, f"of all tokens {targets_head}")
+        only_both_ways = (shape.causal, "its blocks attend in both directions (causal: false)")
+        norms = "its draft layers have norms of queries and keys (layer: qwen3); train one with layer=qwen3"
+        only_qwen3 = (shape.layer != "qwen3", norms)
+        return {
+            "official": [
+                only_qwen3,
+                only_fill_in,
+                (rows is not None, targets_head),
+                (taps[-1] == last, "transformers norms the state after the last layer, and the head reads it before"),
+            ],
+            "vllm": [only_qwen3, only_fill_in, only_vanilla],
+            "sglang": [
+                only_qwen3,
+                only_fill_in,
+                (not dflash and fill_in, f"it takes block_size for the tokens of a draft, as in layout {ANCHOR_FIRST}"),
+                (rows is not None, targets_head),
+                (taps[0] == 0, "it hands over no embeddings"),
+                (taps[-1] == last, "it hands over no state after the target's last layer"),
+            ],
+            "speculators": [only_qwen3, only_both_ways, whole],
+            "llama.cpp": [
+                only_qwen3, only_fill_in, only_vanilla, only_both_ways, whole,
+                (dflash and rows is not None, targets_head),
+            ],
+        }  # fmt: skip
+
+    def no_target(self, to: str, family: str) -> str | None:
+        if to != "sglang" or family in _SGLANG_TARGETS:
+            return None
+        return f"its targets of the family {family!r} hand over no states for block drafters"
+
+    def refusals(self, config: Mapping[str, Any], shape: Any, layers: int) -> dict[str, str]:
+        if self.form_of(config) == SPECULATORS and self.method == "dflash" and config.get(NON_CAUSAL) is False:
+            return {"vllm": f"with {NON_CAUSAL}: false its blocks attend to earlier rows only; set it to true"}
+        return {}
+
+    def temperatures(self, shape: Any, drafting: Any) -> list[float] | None:
+        # Those of max q are of no use to SGLang, which does not read them.
+        return drafting.confidence_temperatures if getattr(shape, "confidence_head", False) else None
+
+
+def _markov_keys(options: DSparkShape) -> dict[str, Any]:
+    return {
+        "markov_rank": options.markov_rank,
+        "markov_head_type": options.markov_head,
+        "enable_confidence_head": options.confidence_head,
+        "confidence_head_with_markov": options.confidence_head,
+    }
+
+
+DFLASH_FORMS = BlockForms(
+    method="dflash",
+    noun="a DFlash head",
+    readers=tuple(READERS),
+    shape=BlockShape,
+    backbone=BlockBackbone,
+    code="DFlashDraftModel.from_pretrained('{out}').spec_generate(target, input_ids, new_tokens, stop_token_ids)",
+    note="`from dflash.model import DFlashDraftModel` (z-lab). The target is a model of transformers.",
+)
+DSPARK_FORMS = BlockForms(
+    method="dspark",
+    noun="a DSpark head",
+    readers=tuple(one for one in READERS if one != "official"),
+    shape=DSparkShape,
+    backbone=DSparkHead,
+)
