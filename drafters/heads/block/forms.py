@@ -139,7 +139,7 @@ class BlockForms(StateForms):
         method, taps = self.method, list(shape.reads)
         layer = dict(layer) | {"layer_types": ["full_attention"] * shape.layers}
         made = {"layout": shape.layout, "slot": _SLOTS[shape.layout]}
-        head: dict[str, Any] = {"block_size": shape.block_size, "tie_word_embeddings": False}
+        head: dict[str, Any] = {"block_size": shape.rows, "tie_word_embeddings": False}
         head |= _markov_keys(shape) if isinstance(shape, DSparkShape) else {}
         block: dict[str, Any] = {"mask_token_id": shape.mask_token_id, ANCHOR: shape.layout == ANCHOR_FIRST}
         if to == "speculators":

@@ -76,7 +76,7 @@ class BlockShape(HeadShape):
     @property
     def slots(self) -> int:
         """Tokens that a block predicts."""
-        return self.block_size - self.first_slot
+        return self.rows - self.first_slot
 
     def check(self, target: TargetSizes) -> None:
         super().check(target)
