@@ -127,7 +127,7 @@ class DraftModelTask(Task):
     ) -> TargetModel:
         """A separate model with copies of ``weights``, adapters merged.
 
-        ``captured``: on a GPU its forwards may be captured, which takes longer than one step's few texts.
+        ``captured``: whether its forwards may be captured on a GPU, which takes longer than one step's few texts.
         """
         model = with_weights(self.config, weights).merged().to(device, dtype)
         fused = not captured and all(why_not(layer, model.config) is None for layer in model.model.layers)

@@ -33,7 +33,7 @@ class Asked:
 
     Args:
         mark: text after a question in the target's template. share: questions to keep.
-        turns: in this process's journal. others: questions in other journals.
+        turns: turns in this process's journal. others: questions in other journals.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ def make_headers(
     """One manifest without counts per split.
 
     Args:
-        dtype: in which the target runs; default: as ``config.dtype`` says on this machine.
-        store_dtype: of features on disk; default: the target's, or bfloat16 if ``config.dtype`` is auto.
+        dtype: dtype that the target runs in (default: ``config.dtype``, resolved on this machine).
+        store_dtype: dtype of stored features (default: the target's, or bfloat16 if ``config.dtype`` is auto).
         heads: methods whose head must fit the target; default: the config's ``for``, else Kangaroo with exit layers and
             EAGLE without.
         download: download all weights of a target on the Hub, so that its fingerprint covers all of them.

@@ -19,7 +19,7 @@ class VLLM:
 
     Args:
         settings: keywords of ``vllm.LLM``, and ``layers``: the hidden states to keep, as numbers of layers before them.
-        folder: for jobs and log; shared by all machines that vLLM uses.
+        folder: folder for jobs and log, shared by all machines that vLLM uses.
     """
 
     def __init__(self, python: Path, settings: dict[str, Any], folder: Path) -> None:

@@ -9,7 +9,7 @@ def size_table(header: StoreManifest, tokens: int) -> str:
 
     Args:
         header: the manifest of one of the stores.
-        tokens: of all splits.
+        tokens: number of tokens of all splits.
     """
     state, eight = state_bytes(header.hidden_size, header.dtype), state_bytes(header.hidden_size, "int8")
     rows = [("token id and loss mask", ID_AND_MASK_BYTES), *((name, state) for name in header.states.values())]

@@ -24,7 +24,7 @@ class Engine(Protocol):
         """Decode one prompt.
 
         Returns:
-            ``tokens``: new tokens, up to and including the first EOS. ``prefill_seconds``: until the first of them.
+            ``tokens``: new tokens, up to and including the first EOS. ``prefill_seconds``: seconds to the first.
             ``decode_seconds``: the rest. ``commits``: tokens of each step, the prefill's first. ``drafted``,
             ``accepted``: of each verification in order, before EOS or the limit cut it. The last three are None if the
             engine does not report them.

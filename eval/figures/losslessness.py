@@ -29,7 +29,7 @@ LOST = "are not what their steps committed"
 
 @dataclass
 class Texts:
-    """Prompts and a drafter's new tokens; ``known``: of every sampled token."""
+    """Prompts and a drafter's new tokens; ``known``: ``Known`` of every sampled token."""
 
     prompts: list[list[int]] = field(default_factory=list)
     new: list[list[int]] = field(default_factory=list)

@@ -185,7 +185,7 @@ def by_context(runs: Sequence[Run], lengths: Sequence[int]) -> list[dict[str, An
     """Return tau by the number of tokens before a step, in bins by power of two with at least FEWEST_STEPS steps.
 
     Args:
-        runs: of one prompt each. lengths: tokens of all prompts.
+        runs: runs of one prompt each. lengths: tokens of all prompts.
     """
     bins: dict[int, Trace] = {}
     for run in runs:

@@ -36,7 +36,7 @@ def change(a: np.ndarray, b: np.ndarray, figure: Figure, between: float = 0.0, s
     holds for any number of prompts (with five, no change can be significant).
 
     Args:
-        figure: of sums ``[..., k]``, above 0.
+        figure: function of sums ``[..., k]``, above 0.
         between: standard deviation of the logarithm of the factor between two measurements of the same thing, on all
             prompts alike. The p-value is at least that of a normal deviate with the variance of this and of the
             sign flips together, and the interval is wider accordingly.

@@ -57,7 +57,7 @@ class Acceptance:
 
     Attributes:
         drafted: draft tokens of a step, over the steps that have room for K.
-        cumulative, conditional: by position, ``[K]``; None where no draft is as long, or none got there.
+        cumulative, conditional: rates by position, ``[K]``; None where no draft is as long, or none got there.
     """
 
     tau: Rate | None
@@ -117,8 +117,8 @@ class Reading:
 
     Attributes:
         name: ``AS_LOADED``, or the mistake planted in it. check: where to look for that.
-        apart: by position, the engine's cumulative acceptance minus this one's, in standard errors.
-        tau_apart: of tau. drafted_apart: of the drafted tokens of a step.
+        apart: the engine's cumulative acceptance minus this one's by position, in standard errors.
+        tau_apart: the same for tau. drafted_apart: the same for the drafted tokens of a step.
         alike: ``agreement`` with the engine; None if it decoded other prompts.
     """
 
@@ -150,7 +150,7 @@ class Reading:
 def reading(
     name: str, check: str, ours: Sequence[Outcome], theirs: Sequence[Outcome], depth: int, paired: bool = True
 ) -> Reading:
-    """Compare a reading with what an engine did; ``paired``: on the same prompts."""
+    """Compare a reading with what an engine did; ``paired``: whether both have the same prompts."""
     loop, engine = acceptance(ours, depth), acceptance(theirs, depth)
     gaps = [apart(one, other) for one, other in zip(engine.cumulative, loop.cumulative, strict=True)]
     more = apart(engine.tau, loop.tau), apart(engine.drafted, loop.drafted)
@@ -191,7 +191,7 @@ def gain(ones: Sequence[Outcome], others: Sequence[Outcome]) -> Rate:
 def most_accepted(outcomes: dict[str, Sequence[Outcome]]) -> list[str]:
     """Return the names of the readings with the highest tau: all that are not ``MOST_APART`` below the first.
 
-    ``outcomes``: of each reading, on the same prompts.
+    ``outcomes``: outcomes of each reading on the same prompts.
     """
     loaded = next(iter(outcomes.values()))
     order = sorted(outcomes, key=lambda name: -gain(loaded, outcomes[name]).value)

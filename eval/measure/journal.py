@@ -86,7 +86,7 @@ class RunJournal:
         identity: see ``eval.measure.identity``.
         facts: the environment now. Adds ``parts``: date and load average of every start, and the runs it made.
         methods: the labels of all methods at a temperature and a batch size.
-        rank: of several processes that share the prompts; each writes its own journal until all are done.
+        rank: rank among the processes that share the prompts; each writes its own journal until all are done.
 
     Attributes:
         runs: runs of earlier starts, complete prompts only.

@@ -56,7 +56,7 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank
 
     Args:
         tokens: length of the longest text, as far as known. batch: number of such texts that must fit into the cache.
-        rank: of several processes; each has a GPU of its own unless the config names one.
+        rank: rank among several processes; each has its own GPU unless the config names one.
     """
     disable_progress_bar()  # transformers shows one for every model
     device = chosen.device if chosen.device_map is not None else rank.device(chosen.device)

@@ -48,11 +48,11 @@ class Outcome:
 
     Attributes:
         tokens: new tokens of all prompts, in order.
-        prefill_seconds: until the first new tokens. decode_seconds: from there to the end.
+        prefill_seconds: seconds to the first new tokens. decode_seconds: seconds from there to the end.
         trace: None for stock generate, which reports no steps.
         first_tokens: tokens that the prefill gave: one per prompt, but assisted generation drafts before its first
             forward and may give several.
-        expected: what a drafter that chooses options itself expected of these steps.
+        expected: expected figures of these steps, of a drafter that chooses options itself.
         failure: why there is no output; the row then has no figures.
         lengths: number of new tokens of each prompt of a batch; empty for one prompt.
     """
@@ -83,7 +83,7 @@ class Run(Outcome):
 
     Attributes:
         prompt: its index; of a batch, the index of its first prompt, the others follow.
-        energy_joules, host_energy_joules: of the whole call, for the device and, beside a GPU, for the CPU; None if
+        energy_joules, host_energy_joules: energy of the whole call: the device's and, beside a GPU, the CPU's; None if
             not available.
     """
 
@@ -142,7 +142,7 @@ def measure(
     Args:
         build: the methods of a temperature and a batch size, by label. Called for every round after the previous
             methods are freed, so that a method that remembers prompts starts without them.
-        warmup: decoded first by every method of a round, unmeasured; repeated to fill the last batch.
+        warmup: prompts that every method of a round decodes first, unmeasured; repeated to fill the last batch.
         meter: energy meter, or None.
         done: runs of an earlier start, complete prompts from the first on; not measured again.
         remembering: methods that remember earlier prompts. In a resumed round they decode the earlier prompts again,

@@ -32,7 +32,7 @@ def stock_method(
     than in our loop, from the same distribution. Batches are padded on the left.
 
     Args:
-        entry: how it is accelerated, or None.
+        entry: the acceleration, or None.
         assistant: the loaded ``entry.assistant_model``.
     """
     assisted = {"assistant_model": assistant.model} if assistant is not None else {}

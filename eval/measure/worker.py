@@ -31,7 +31,7 @@ class Worker:
     """A running engine with its model loaded, as a context manager; entering may raise WorkerError.
 
     Args:
-        python: of the engine's environment. module: the program that it runs. job: model, method and limits.
+        python: Python of the engine's environment. module: the program that it runs. job: model, method and limits.
         log: file of all that the engine prints. patience: seconds for loading, and for each answer.
 
     Attributes:

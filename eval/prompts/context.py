@@ -35,7 +35,7 @@ def with_earlier_turns(
 
     Args:
         questions: messages; the last is the user's. Dialogues that contain it are left out.
-        files: ShareGPT dialogues. render: messages to token ids, up to the answer. seed: of the order.
+        files: ShareGPT dialogues. render: messages to token ids, up to the answer. seed: seed of the order.
     """
     asked = {question[-1]["content"] for question in questions}
     read = (dialogue.messages for file in files for dialogue in read_dialogues(file, ReadCounts()))

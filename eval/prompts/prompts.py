@@ -24,7 +24,7 @@ class Prompt:
     Attributes:
         ids: token ids with the chat template, up to where the assistant's answer begins.
         question: its messages, without earlier turns that the run puts before them.
-        record: as read from the file. turn: of a conversation, counted from 1.
+        record: the file's record. turn: number of the turn in its conversation, from 1.
         max_new_tokens: limit of its answer, if smaller than the run's.
     """
 

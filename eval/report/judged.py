@@ -29,7 +29,7 @@ def judge(
 
     Args:
         described: the methods that have rows.
-        accuracy: of outputs; empty if no suite judges them.
+        accuracy: function that judges outputs; returns {} if no suite judges them.
     """
     by_key = {
         key: rounds
@@ -67,7 +67,7 @@ def add_coverage(
     left out, because prefill gives it. Batches have no figure, because their rows share the tokens of all texts.
 
     Args:
-        judged: see ``eval.report.judged``. known: by label, a method's vocabulary before any text.
+        judged: see ``eval.report.judged``. known: each method's vocabulary before any text, by label.
         prompts: the measured prompts.
     """
     for row in judged:

@@ -48,9 +48,9 @@ def measure_and_report(
     """Measure, write the report and print its table; return the report.
 
     Args:
-        models: of ``config.target``, if they are loaded already.
+        models: the loaded models of ``config.target``, if there are any.
         engines: other engines, which take turns with our methods.
-        rank: of several processes that share the prompts. The last to end writes the report; the others return {}.
+        rank: rank among the processes that share the prompts. The last to end writes the report; the others return {}.
 
     Raises:
         ValueError: something configured is missing or does not fit; raised before anything is measured.

@@ -53,7 +53,7 @@ class Chains(Dialogues):
 
     Attributes:
         step: n.
-        states: by layer, keys and values of the steps so far, shared by all steps.
+        states: keys and values of the steps so far by layer, shared by all steps.
     """
 
     step: int
@@ -80,7 +80,7 @@ class Blocks(Dialogues):
     block's anchor, and its block.
 
     Attributes:
-        anchors: by dialogue, the position of each block's anchor, ascending; at least one in all.
+        anchors: position of each block's anchor by dialogue, ascending; at least one in all.
         size: rows of a block.
         causal: a row of a block sees only the rows before it and itself.
     """

@@ -18,7 +18,7 @@ class WeightAverage:
     weights.
 
     Args:
-        module: what is trained, its weights whole.
+        module: the trained module, with whole weights.
         decay: below 1; about 1 / (1 - decay) steps are averaged.
     """
 

@@ -181,7 +181,7 @@ class Engine:
     def update(self, learning_rate: float, factors: Mapping[str, float] | None = None) -> Tensor:
         """``step`` for the last micro-batch; return the gradient norm before clipping, float64 ``[1]`` (0: skipped).
 
-        ``factors``: by part, its factor on the learning rate.
+        ``factors``: factor on the learning rate by part.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate * (factors or {}).get(group[PART], 1.0)

@@ -25,7 +25,7 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
     LM head of a drafter, whose weights the loss reads as they are.
 
     Args:
-        name: of the base model, for the adapter's config.
+        name: name of the base model, for the adapter's config.
 
     Raises:
         ValueError: ``lora.targets`` that the model does not have, or a drafter's LM head.

@@ -159,7 +159,7 @@ def divergence_sum(
     the backward pass multiplies its gradients with those of the sums.
 
     Args:
-        pairs: of n tokens.
+        pairs: pairs of n tokens.
         lm_head: the target's LM head, or some of its rows. Its bias, scale or cap is not for ``drafter_heads``.
         divergence: one of those above.
         term: a term to add; it reads ``pairs.tokens``.
@@ -270,7 +270,7 @@ def _add_gradients(total: Tensor, leaves: Sequence[Tensor | None], places: Seque
 
 
 class _WithGradients(torch.autograd.Function):
-    """Sums ``[S]`` whose gradients by ``inputs`` are known; ``factors``: which sums an input enters."""
+    """Sums ``[S]`` whose gradients by ``inputs`` are known; ``factors``: index of the sums that an input enters."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, gradients: list[Tensor | None], factors: list[Any], *inputs: Any) -> Tensor:

@@ -29,7 +29,7 @@ class MasterAdamW:
     A float32 module is its own master.
 
     Args:
-        module: what is trained, on its device, in its dtype.
+        module: the trained module, on its device and in its dtype.
         config: learning rate, betas, weight decay, clipping and accumulation.
     """
 

@@ -35,9 +35,9 @@ def unrolled(
     predictions of a chain past the end of its dialogue are meaningless, and no other chain sees them.
 
     Args:
-        head: with ``train.core.attention.use_dialogue_attention``.
+        head: head with ``train.core.attention.use_dialogue_attention``.
         shift: row i reads token i + shift.
-        features: what step 0 reads, if not the batch's features.
+        features: input of step 0 (default: the batch's features).
         detach: no gradient flows through the predictions that are fed back.
     """
     lengths, states = batch.dialogue_lengths(), dict[int, list[States]]()

@@ -163,7 +163,7 @@ def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFea
     """The training and held-out dialogues of ``features: online``; the target is not loaded yet.
 
     Args:
-        date: for a chat template that prints the date; default: today.
+        date: date for a chat template that prints one (default: today).
 
     Raises:
         ValueError: a missing or unreadable data file, one file given for both splits, a layer that the target does not

@@ -65,7 +65,7 @@ class Batch:
         segments: int64 ``[R, L]``, which dialogue of the row a token belongs to; -1 for padding.
         spans: the place of each dialogue.
         rows: int64 ``[n]``, flat indices into ``[R * L]`` of the trained positions, once a task has chosen them.
-        anchors: of a block drafter, by dialogue: the positions of its blocks' anchors, ascending.
+        anchors: positions of the anchors of a block drafter's blocks by dialogue, ascending.
         places: int64 ``[n]``, the place of each of ``rows`` among the slots of all blocks: block * slots + slot.
     """
 

@@ -23,7 +23,7 @@ RIDGE = 1e-3  # regularisation, as a share of an input's mean square: keeps weig
 def fit_fc(task: Any, train: Source, noise_width: float) -> None:
     """Solve for the fc of an ``EagleTask``'s head over trained positions of ``train``, and let its layer add nothing.
 
-    ``noise_width``: of the uniform noise on the features in training.
+    ``noise_width``: width of the uniform noise on the features in training.
 
     Raises:
         ValueError: no position is trained.

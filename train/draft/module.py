@@ -22,7 +22,7 @@ class DraftModule(nn.Module):
     Args:
         model: transformers' model.
         lora: freeze it, and add low-rank matrices.
-        name: of the base model, for the adapter's config.
+        name: name of the base model, for the adapter's config.
 
     Attributes:
         model: the model, or peft's model around it.
@@ -75,7 +75,7 @@ def causal_module(
     """The module of a model of this configuration, with random weights.
 
     Args:
-        key: of the run's config, which named the model ``name``; for errors.
+        key: key of the run's config that names the model ``name``, for errors.
 
     Raises:
         ValueError: a model whose layers cannot be trained.

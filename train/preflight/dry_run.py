@@ -204,7 +204,7 @@ def find_target(config: TrainConfig) -> tuple[TrainConfig | None, str]:
 
 
 def target_config(config: TrainConfig, local: TrainConfig | None) -> PretrainedConfig:
-    """The target's configuration; ``local``: of ``find_target``."""
+    """The target's configuration; ``local``: the config that ``find_target`` returns."""
     if local is None:
         raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
     return load_config_only(local.target, local.revision)

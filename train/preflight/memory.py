@@ -69,7 +69,7 @@ def pass_memory(
     float32 copies of its states. A test compares it with measured passes; 20% off is usual.
 
     Args:
-        task: with a module without contents.
+        task: task whose module has no contents.
         lengths: tokens of the micro-batch's dialogues; every position is trained.
         checkpointing: the backward pass computes the module's activations again.
         on_gpu: attention is the fused kernel, which keeps no scores; the default chunk of the loss is a GPU's.
@@ -135,7 +135,7 @@ def _loss_memory(config: TrainConfig, task: Task, predicted: int, on_gpu: bool) 
 def measured_pass(config: TrainConfig, task: Task, lengths: list[int]) -> int:
     """Peak bytes of one forward and backward pass here, of a new module and a random micro-batch.
 
-    ``task``: with a module without contents.
+    ``task``: task whose module has no contents.
     """
     device = resolve_device()
     task, batch = random_task(config, task.ends.config, lengths)
@@ -207,7 +207,7 @@ def check_size(config: TrainConfig) -> None:
 def check_weights(config: TrainConfig, task: Task, ranks: int, here: int = 1) -> None:
     """Raise ValueError if weights, gradients and optimizer of ``here`` of the ``ranks`` do not fit into this machine.
 
-    ``task``: with a module without contents.
+    ``task``: task whose module has no contents.
     """
     sizes = config.model_dump() | config.head.model_dump()
     keys = [f"{key}={sizes[key]}" for key in SIZES if sizes.get(key) is not None]

@@ -209,7 +209,7 @@ def begun_on(run: Path) -> str | None:
 def check_continues(run: Path, now: dict[str, Any]) -> None:
     """Raise ValueError if the dialogues, their batches or the base of ``lora`` changed since the run in ``run`` began.
 
-    The position in the data would then skip dialogues and repeat others. ``now``: what run.json will hold.
+    The position in the data would then skip dialogues and repeat others. ``now``: content of the new run.json.
     """
     before = read_info(run)
     if before.get("packing", 1) != PACKING:

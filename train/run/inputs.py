@@ -51,7 +51,7 @@ class Inputs:
 def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
     """Open both stores and the target's ends, and check that they belong together; or read the online run's dialogues.
 
-    ``device``: where the ends go; "meta" reads only their shapes.
+    ``device``: device of embeddings and LM head; "meta" reads only their shapes.
 
     Raises:
         ValueError: no store, one of another target, a missing tap, no such target, or a disk too small for the cache;

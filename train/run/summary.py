@@ -92,7 +92,7 @@ def _mean(steps: list[dict[str, float]], name: str) -> float | None:
 
 
 def describe_heldout(config: TrainConfig, manifest: StoreManifest) -> dict[str, Any]:
-    """Facts on the held-out text for run.json; ``remake``: how to replace its answers by the target's own."""
+    """Facts on the held-out text for run.json; ``remake``: instruction to replace its answers by the target's own."""
     facts = {"source": manifest.source, "answers": manifest.answers}
     if manifest.answers in ("own", "sampled"):
         return facts
@@ -107,7 +107,7 @@ def describe_answers(heldout: dict[str, Any], share: float | None) -> dict[str, 
     """For a run's summary: the source of the held-out answers, and a warning if they are not the target's own.
 
     Args:
-        heldout: of ``describe_heldout``; empty for older runs.
+        heldout: facts of ``describe_heldout``; empty for older runs.
         share: share of the answers' tokens that the target ranks first, or None if it was not measured.
     """
     facts = {key: heldout.get(key) for key in ("source", "answers")} | {"own_share": share, "warning": None}

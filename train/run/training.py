@@ -80,7 +80,7 @@ def finished_at(config: TrainConfig, train: Source) -> int | None:
 
 
 def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, already: bool = False) -> str:
-    """The last lines of a run that finished after ``step`` steps; ``already``: before this start, so nothing changed.
+    """The last lines of a run that finished after ``step`` steps; ``already``: whether it had ended before this start.
 
     The prompts of the measuring command are the held-out dialogues, or FILE if they are not in a local file.
     """

@@ -16,7 +16,7 @@ class TrainingEnergy:
     """Joules since training began.
 
     Each rank reads its GPU; a machine's first rank reads its CPU packages. A counter covers the whole device, with idle
-    power and other processes. ``joules``: of all ranks, as of the last ``total``, or of the run before it was resumed;
+    power and other processes. ``joules``: sum of all ranks at the last ``total``, or of the run before it was resumed;
     None if a device was not counted all the time.
     """
 
