@@ -12,9 +12,8 @@ from data_prep.common.disk import check_own
 from data_prep.dialogues.reader import check_source
 from drafters.common.files import check_file, check_folder
 from drafters.common.paths import check_model
-from drafters.common.states import NEEDS_LAYERS, READS
 from drafters.config import Amount, Config, Dtype, Layers, Length, Seed, Size, Vocabulary
-from drafters.methods import check_method
+from drafters.methods import check_method, head_shape, learned_methods
 
 READ_BY_TRAINING = ("train", "heldout")  # names of splits
 StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
@@ -43,7 +42,7 @@ class FeatureKeys(TargetKeys):
     target: str = Field(min_length=1)  # folder or Hub repository
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
     # The hidden states to store beside the features: the union of what these methods read by default
-    # (drafters/common/states.py) and of `exit_layers`, the states after this many decoder layers.
+    # (``usual_taps`` of its head's shape) and of `exit_layers`, the states after this many decoder layers.
     methods: list[str] = Field([], alias="for")
     exit_layers: list[Layers] = []
     max_length: Length = Field(2048, ge=2)  # tokens of a dialogue; the rest is cut off
@@ -65,8 +64,9 @@ class FeatureKeys(TargetKeys):
     @field_validator("methods")
     @classmethod
     def _known_methods(cls, methods: list[str]) -> list[str]:
-        if unknown := [name for name in methods if name not in READS]:
-            raise ValueError(f"unknown method {unknown[0]}; known: {', '.join(READS)}")
+        known = [*learned_methods(), "draft_model"]  # which reads features only
+        if unknown := [name for name in methods if name not in known]:
+            raise ValueError(f"unknown method {unknown[0]}; known: {', '.join(known)}")
         return methods
 
     @field_validator("exit_layers")
@@ -78,7 +78,7 @@ class FeatureKeys(TargetKeys):
 
     @model_validator(mode="after")
     def _names_the_exit(self) -> Self:
-        if not self.exit_layers and (open_ := [name for name in self.methods if name in NEEDS_LAYERS]):
+        if not self.exit_layers and (open_ := [name for name in self.methods if head_shape(name).names_layer]):
             raise ValueError(f"for: {open_[0]} has no default layer; name its exit layer, for example exit_layers=[2]")
         return self
 

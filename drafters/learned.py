@@ -17,7 +17,6 @@ from drafters.drafting.tree_plan import TreePlan, check_children
 from drafters.heads.forms import HeadForms
 from drafters.heads.shape import HeadShape, split
 from drafters.hub import checkpoint
-from drafters.hub.declared import Recipe
 from drafters.hub.model_card import Card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
 from drafters.loop.acceptance import Verdict
@@ -39,7 +38,6 @@ class LearnedDrafter(Drafter):
         shape: schema of the head's shape. module: class of the head's module, which is built from a shape.
         card_title: the method on the model card, with a link to its paper.
         forms: how its authors' code and engines store such a head; by default only this toolkit loads it.
-        recipe: how train.start trains and measures it; None: it does not.
         unread: by ``tree``, options that it does not read.
         unsaved: options that config.json does not store.
     """
@@ -48,7 +46,6 @@ class LearnedDrafter(Drafter):
     module_class: ClassVar[type[nn.Module]]
     card_title: ClassVar[str] = ""
     forms: ClassVar[HeadForms] = HeadForms()
-    recipe: ClassVar[Recipe | None] = None
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     unsaved: ClassVar[frozenset[str]] = frozenset()
     head: Head

@@ -62,7 +62,8 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("drafters.methods", "train"):
         place = folder / package.replace(".", "/")
         paths.append(f"import {package}\n{package}.__path__.append({str(place)!r})\n")
-    paths.append('drafters.methods.METHODS |= {"bigram": "bigram:BigramDrafter", "step": "step:StepDrafter"}\n')
+    for line in re.findall(r'`("\w+": Method\([^`]+\))`', (ROOT / "CONTRIBUTING.md").read_text()):
+        paths.append(f"drafters.methods.METHODS |= {{{line.replace('Method', 'drafters.methods.Method')}}}\n")
     (folder / "tests" / "conftest.py").write_text("".join(paths))
     (folder / "tests" / "test_programs_of_examples.py").write_text(PROGRAMS)
     return folder

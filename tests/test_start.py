@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,14 @@ from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from data_prep.dialogues.loss_mask import MaskedTokens
 from drafters.config import validate
 from drafters.methods import drafter_class
-from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
-from train.configs import StartConfig, schema_of
-from train.plan.facts import Data, Machine, Model, Rates, look_at_model, mask_token
-from train.plan.fill import fill
-from train.plan.shares import check_minutes, compared_methods, fixed_steps
-from train.plan.steps import Plan, Planner
+from eval.configs import LosslessConfig, SpeedConfig
+from train.configs import StartConfig, schema_of, started_methods
+from train.plan import facts as measuring
+from train.plan import write
+from train.plan.facts import Facts, mask_token
 
 SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
-SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
+SCHEMAS |= {"lossless": LosslessConfig}
 SHIM = """#!/bin/bash
 reply="{0}/reply.$$"; mkfifo "$reply"
 printf '%s\\t%s\\n' "$reply" "$(printf '%q ' "$@")" > {0}/asked
@@ -135,18 +135,17 @@ def test_from_a_model_alone_to_answers(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches unanswered questions that the split drops, and a plan that no step's schema takes."""
-    monkeypatch.setattr("train.plan.steps.ASKED", 200)  # a random target seldom ends a question
     out, pythons = tmp_path / "mine", Pythons(tmp_path / "pythons")
     monkeypatch.setattr(sys, "executable", str(pythons.folder / "python"))
     given = ["--target", str(target_folder), "--out", str(out)]
     train.start.main(given)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "no --data: the target asks itself, up to" in printed
+    assert "no --data: the target asks itself; " in printed
     assert f"read some of {out}/asked/questions.jsonl" in printed
-    edit(out / "configs/magpie.yaml", count=40, max_new_tokens=200)
+    edit(out / "configs/magpie.yaml", count=40, max_new_tokens=200)  # a random target seldom ends a question
     edit(out / "configs/regenerate.yaml", max_new_tokens=8)
-    script = (out / "run.sh").read_text().split("\n# features: ")[0]  # without the features and all that follows
-    (out / "run.sh").write_text(script.replace("--heldout 200 ", "--heldout 8 "))
+    script = (out / "run.sh").read_text().split("\n# features, ")[0]  # without the features and all that follows
+    (out / "run.sh").write_text(re.sub(r"--heldout \d+ ", "--heldout 8 ", script))
     subprocess.run(["bash", str(out / "run.sh")], check=True, timeout=300)
     assert [words.split()[1] for words in pythons.asked[:2]] == ["data_prep.magpie", "data_prep.split"]
     asked, held, new = (
@@ -159,229 +158,203 @@ def test_from_a_model_alone_to_answers(
         train.start.main([*given, "--data", str(out / "answers/train.jsonl")])
 
 
-@pytest.fixture(scope="module")
-def model(target_folder: Path) -> Model:
-    return look_at_model(str(target_folder))
-
-
-def plan(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> Plan:
-    """A plan for a machine that is described, not measured; ``changes``: of its parts, and of the start."""
-    monkeypatch.setattr(Planner, "training_rate", lambda self, config: 2000.0)
-    monkeypatch.setattr(Planner, "check", lambda self, config: None)  # which the dry run's tests check
+@pytest.fixture
+def facts(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
+    """Facts of a machine that is described, not measured: 10,000 dialogues of 200 tokens, half of them in answers."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    machine = Machine(torch.device("cpu"), 0, 10**11, 10**11, "bfloat16")
-    start = {"target": model.name, "data": "data.jsonl", "out": str(tmp_path / "mine")}
-    start |= {key: changes.pop(key) for key in ("method", "minutes", "hub") if key in changes}
-    parts = {"data": DATA, "machine": machine, "rates": known()}
-    for key, value in changes.items():
-        part = next(name for name, each in parts.items() if hasattr(each, key))
-        parts[part] = replace(parts[part], **{key: value})
-    made = Planner(validate(StartConfig, start, "test"), model, **parts).make(["python"])
-    for name, schema in SCHEMAS.items():
-        if f"configs/{name}.yaml" in made.files:
-            validate(schema, config_of(made, name), name)
-    subprocess.run(["bash", "-n"], input=made.files["run.sh"], text=True, check=True)
-    steps = re.findall("^# ([a-z]+): about", made.files["run.sh"], re.M)
-    assert steps == list(made.seconds)
-    return made
+    monkeypatch.setattr(write, "check_training", lambda config, facts: None)  # which the dry run's tests check
+    config, chat = measuring.load_config_only(str(target_folder)), measuring.load_tokenizer(str(target_folder))
+    room = {"memory": 10**11, "disk": 10**11, "longest": 1024, "answer": 256}
+    data = {"dialogues": 10_000, "length": 200.0, "answered": 100.0, "reading": 1.0}
+    rates = {"rows": 64, "one": 100.0, "many": 800.0, "prefill": 5000.0, "start": 10.0}
+    return Facts(config, chat, torch.device("cpu"), "bfloat16", 1, **room, **data, **rates)
 
 
-def config_of(made: Plan, name: str) -> dict[str, Any]:
-    return dict(yaml.safe_load(made.files[f"configs/{name}.yaml"]))
+class Plan:
+    """A plan, whose configs are valid and whose script has the steps that are estimated."""
+
+    def __init__(self, folder: Path, facts: Facts, **changes: Any) -> None:
+        start = {"target": "models/target", "data": "data.jsonl", "out": str(folder / "mine")} | changes
+        self.start = validate(StartConfig, start, "test")
+        self.files, self.seconds = write.plan(self.start, facts, ["python"])
+        for name, schema in SCHEMAS.items():
+            if f"configs/{name}.yaml" in self.files:
+                validate(schema, self.config(name), name)
+        self.trained = validate(schema_of(self.start.method), self.config(self.start.method), "the training")
+        self.script = self.files["run.sh"]
+        subprocess.run(["bash", "-n"], input=self.script, text=True, check=True)
+        assert re.findall("^# ([a-z]+), about", self.script, re.M) == list(self.seconds)
+
+    def config(self, name: str) -> dict[str, Any]:
+        return dict(yaml.safe_load(self.files[f"configs/{name}.yaml"]))
 
 
-def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches steps that together take longer than was said, and answers without time to train on them."""
+def test_the_minutes_are_kept(facts: Facts, tmp_path: Path) -> None:
+    """Catches steps that together take another time than was said, and answers without time to train on them."""
     for minutes in (12, 120, 1200):
-        took = plan(model, monkeypatch, tmp_path, minutes=minutes).seconds
-        assert list(took) == ["split", "answers", "features", "train", "speed", "lossless", "card"]
-        assert 0.75 * minutes < sum(took.values()) / 60 < 1.05 * minutes
-        assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
-    with pytest.raises(ValueError, match=r"--minutes 2: starting .* take [\d.]+ of them here, .* give at least \d"):
-        plan(model, monkeypatch, tmp_path, minutes=2)
+        took = Plan(tmp_path, facts, minutes=minutes).seconds
+        assert list(took) == ["split", "regenerate", "features", "train", "speed", "lossless", "card"]
+        assert sum(took.values()) == pytest.approx(60 * minutes)
+        assert took["train"] > 0.3 * 60 * minutes
 
 
-def known(**changes: Any) -> Rates:
-    """A machine's rates."""
-    return replace(Rates(100.0, 800.0, 64, 5000.0, 10.0, 300.0), **changes)
+def test_the_seconds_by_hand(facts: Facts, tmp_path: Path) -> None:
+    """Catches a step without the start of its program, a row of the report or a text of the lossless test that takes no
+    time, held-out answers that nobody gives, and a part of the dialogues that is answered in the time of all.
 
-
-DATA = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
-
-
-def test_the_fixed_steps_by_hand(model: Model) -> None:
-    """Catches a start, a row of the report, the held-out prompts or a precision of the lossless test that is left out.
-
-    In 100 minutes at 100 tokens/s: five rows of 96 tokens, of which 8% would be 100 prompts and 20 are the most. 12%
-    are 720 s of 300 tokens/s, of which 2 x 8 x 64 go to greedy texts; 512 sampled texts of 32 tokens are the most.
+    In 100 minutes at 100 tokens/s: five rows of 20 prompts of 96 tokens. The lossless test has a quarter of the 800
+    tokens/s of 64 rows in its 16: 50 tokens/s for 2 x 8 x 64 greedy tokens and 720 s / (32 / 50 s) texts, 512 at most.
+    Answers: 15% of the time at 800 tokens/s, a tenth of them held out.
     """
-    answer = replace(model, answer=256)
-    found = fixed_steps(6000.0, "eagle", answer, DATA, known())
-    assert compared_methods(drafter_class("eagle")) == 5
-    assert (found.prompts, found.begun, found.texts) == (20, 8, 512)
-    assert found.report == 10 + 5 * 20 * 96 / 100 and found.tune == 0.0
-    assert found.certificate == pytest.approx(2 * 10 + (2 * 8 * 64 + 512 * 32) / 300)
-    assert found.others == 2 * 1.0 + 4 * 10
-    assert found.seconds == found.report + found.certificate + found.others
-    asked = fixed_steps(6000.0, "eagle", answer, replace(DATA, asking=0.1), known(exact=None))
-    assert (asked.certificate, asked.others) == (0.0, 2 * 1.0 + 5 * 10)
-    few = fixed_steps(60.0, "kangaroo", answer, None, known(exact=20.0))  # held-out dialogues: eight at least
-    assert (few.prompts, few.begun, few.texts) == (4, 4, 64)
-    knobs = drafter_class("kangaroo").recipe.knobs
-    assert few.tune == 10 + (sum(map(len, knobs.values())) + 2) * 4 * 96 / 100
-
-
-@pytest.mark.parametrize("rates", [known(), known(one=3.0), known(exact=11.0, start=47.0), known(exact=None, one=0.7)])
-def test_the_minutes_that_are_asked_for_suffice(rates: Rates, model: Model) -> None:
-    """Catches a number of minutes that is refused in turn, because its report is longer."""
-    settings = {"target": "t", "out": "o", "minutes": 1}
-    with pytest.raises(ValueError, match=r"--minutes 1: starting .* take [\d.]+ of them .* give at least \d+") as told:
-        check_minutes(validate(StartConfig, settings, "test"), model, DATA, rates)
-    enough = int(str(told.value).split()[-1])
-    check_minutes(validate(StartConfig, settings | {"minutes": enough}, "test"), model, DATA, rates)
-    seconds = fixed_steps(60 * (enough - 1), "eagle", model, DATA, rates).seconds
-    assert seconds > 0.8 * 60 * (enough - 1)
-
-
-def test_too_few_minutes_are_refused_at_once(
-    target_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches minutes of measuring before it is said that the time is too short: for the programs' starts, which are
-    known before the target is loaded, and for the lossless test, which is known before the target answers."""
-    given = ["--target", str(target_folder), "--data", str(data), "--out", str(tmp_path / "mine")]
-
-    def refuse(*given: Any, **named: Any) -> None:
-        raise AssertionError("too late")
-
-    told = r"of them here, by what is known before all is measured, .* give at least \d+"
-    monkeypatch.setattr("train.plan.rates.answering", refuse)
-    monkeypatch.setattr("train.plan.rates.exact_rate", lambda *given: 0.1)
-    with pytest.raises(ValueError, match=told):
-        train.start.main([*given, "--minutes", "300"])
-    monkeypatch.setattr("train.plan.write.measure", refuse)
-    with pytest.raises(ValueError, match=told):
-        train.start.main([*given, "--minutes", "0.01"])
-    assert not (tmp_path / "mine").exists()
-
-
-def test_a_plan_by_hand(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a step's time without a program's start, states saved at every step, held-out questions that are not
-    asked, features of a part of the answers, and a certificate of steps without a draft."""
-    many = {"dialogues": 10**6, "tokens": 2 * 10**8, "answers": 10**8}  # more than the target can answer
-    made = plan(model, monkeypatch, tmp_path, minutes=120, **many)
-    config = config_of(made, "eagle")
-    assert config["save_every"] == config["export_every"] == round(2 * 60 * 2000 / 2048)
-    minutes = config_of(made, "regenerate")["minutes"]
-    assert made.seconds["answers"] == pytest.approx(1.1 * 60 * minutes + 2 * 10, abs=1)
-    assert made.seconds["train"] == pytest.approx(60 * config["minutes"] + 10, abs=1)
-    tokens = 60 * minutes * 800 * 2  # of dialogues, half of them in answers
-    assert made.seconds["features"] == pytest.approx(tokens / 5000 + 10, rel=1e-2)
-    assert "limit" not in config_of(made, "features")
-    assert config_of(made, "lossless")["drafter"] == {
-        "drafter": "eagle",
-        "checkpoint": str(tmp_path / "mine" / "eagle"),
-        "tree": "chain",
-        "depth": 3,
+    made = Plan(tmp_path, facts, minutes=100)
+    answered = int(0.15 * 6000 / (1.1 * 100 / 800))
+    took = {
+        "split": 2 * 1.0,
+        "regenerate": 2 * 10 + 1.1 * answered * 100 / 800,
+        "features": 10 + answered * 200 / 5000,
+        "speed": 10 + 5 * 20 * 96 / 100,
+        "lossless": 2 * 10 + (2 * 8 * 64 + 512 * 32) / 50,
+        "card": 5.0,
     }
-    made = plan(model, monkeypatch, tmp_path, minutes=120, asking=0.5, **many)
-    asked, answered = config_of(made, "magpie")["count"], 60 * config_of(made, "regenerate")["minutes"] * 800 / 100
-    assert asked == pytest.approx(1.1 * answered, rel=1e-2)
-    assert made.seconds["ask"] == pytest.approx(0.5 * asked + 10)
-    assert config_of(made, "magpie")["minutes"] == pytest.approx(1.5 * 0.5 * asked / 60, abs=0.01)
+    took["train"] = 6000 - sum(took.values())
+    assert made.seconds == pytest.approx(took)
+    assert made.config("regenerate")["minutes"] == pytest.approx(answered * 100 / 800 / 60, abs=0.01)
+    assert made.config("eagle")["minutes"] == pytest.approx((took["train"] - 10) / 60, abs=0.01)
+    assert (made.config("speed")["prompts"]["count"], made.config("lossless")["texts"]) == (20, 512)
+    assert "--heldout 200" in made.script and "limit" not in made.config("features")
+    assert made.config("lossless")["drafter"] == {
+        "drafter": "eagle", "checkpoint": str(tmp_path / "mine" / "eagle"), "tree": "chain", "depth": 3,
+    }  # fmt: skip
+    few = Plan(tmp_path, replace(facts, dialogues=100), minutes=100)  # all are answered
+    assert few.seconds["regenerate"] == pytest.approx(20 + 1.1 * 100 * 100 / 800)
+    assert few.config("regenerate")["minutes"] == 1.0 and "--heldout 10" in few.script
 
 
-def test_a_step_that_fails_ends_the_script(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_target_asks(facts: Facts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches unusable and held-out questions that take no time: of 64 tokens each, every second one is usable."""
+    made = Plan(tmp_path, replace(facts, dialogues=0, length=320.0, answered=256.0), data=None, minutes=100)
+    dialogues = int(0.05 * 6000 / (128 / 800))
+    assert made.config("magpie")["count"] == round(1.1 * dialogues)
+    assert made.seconds["magpie"] == pytest.approx(10 + 1.1 * dialogues * 128 / 800)
+    assert made.config("magpie")["minutes"] == pytest.approx(1.5 * 1.1 * dialogues * 128 / 800 / 60, abs=0.01)
+    assert f"read some of {tmp_path}/mine/asked/questions.jsonl" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("changes", [{}, {"one": 3.0}, {"many": 40.0, "start": 47.0}, {"one": 0.7, "memory": 0}])
+def test_the_minutes_that_are_asked_for_suffice(changes: dict[str, Any], facts: Facts, tmp_path: Path) -> None:
+    """Catches a number of minutes that is refused in turn, and a training without time."""
+    facts = replace(facts, **changes)
+    with pytest.raises(ValueError, match=r"--minutes 1: starting .* take [\d.]+ of them .* give at least \d+") as told:
+        Plan(tmp_path, facts, minutes=1)
+    enough = int(str(told.value).split()[-1])
+    assert Plan(tmp_path, facts, minutes=enough).seconds["train"] > 0.15 * 60 * enough
+    with pytest.raises(ValueError, match=f"give at least {enough}"):
+        Plan(tmp_path, facts, minutes=enough - 1)
+
+
+def test_a_step_that_fails_ends_the_script(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches later steps on what a failed one has left, and a failed step that is never tried again."""
     (tmp_path / "python").write_text("#!/bin/bash\necho $2; exit 3\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    text = plan(model, monkeypatch, tmp_path).files["run.sh"]
-    done = subprocess.run(["bash"], input=text, text=True, capture_output=True)
+    done = subprocess.run(["bash"], input=Plan(tmp_path, facts).script, text=True, capture_output=True)
     assert done.returncode == 3 and done.stdout.splitlines()[1:] == ["data_prep.split"]
     assert not (tmp_path / "mine").exists()
 
 
-def test_names_go_into_a_script(
-    model: Model, target_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_names_go_into_a_script(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches a name with a line break, whose second line the shell would run, and a folder whose name it would
     expand."""
-    given = {"target": str(target_folder), "data": "d", "out": "o"}
-    for key in given:
+    names = {"target": "t", "data": "d", "out": "o"}
+    for key in names:
         with pytest.raises(ValueError, match=f"{key}: has a line break"):
-            validate(StartConfig, given | {key: "a\ntouch b"}, "the command line")
+            validate(StartConfig, names | {key: "a\ntouch b"}, "the command line")
     monkeypatch.chdir(tmp_path)
-    made = plan(model, monkeypatch, tmp_path / "$(touch x)")
-    last = ["out=" + shlex.quote(str(tmp_path / "$(touch x)" / "mine")), made.files["run.sh"].splitlines()[-1]]
-    assert last[0] in made.files["run.sh"].splitlines()
+    made = Plan(tmp_path / "$(touch x)", facts, target="a: b # c")
+    last = ["out=" + shlex.quote(str(tmp_path / "$(touch x)" / "mine")), made.script.splitlines()[-1]]
+    assert last[0] in made.script.splitlines()
     said = subprocess.run(["bash", "-c", "\n".join(last)], capture_output=True, text=True, check=True).stdout
     assert "/$(touch x)/mine/speed/report.md" in said and not (tmp_path / "x").exists()
-    asked = fill(
-        "magpie.yaml",
-        {"out": "o", "target": "a: b # c", "source": "s", "count": 1, "asking": 1, "rows": 1, "question": 2},
-    )
-    assert yaml.safe_load(asked)["target"] == "a: b # c"
+    assert made.config("regenerate")["target"] == made.config("speed")["target"]["path"] == "a: b # c"
 
 
-def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches features written to a disk that they fill, answers of the target that it gives again, and a Kangaroo
-    whose options were not searched.
-    """
-    made = plan(model, monkeypatch, tmp_path, disk=10**8)
-    assert "features" not in made.seconds
-    assert config_of(made, "eagle")["features"] == "online" and "heldout" in config_of(made, "eagle")["data"]
-    assert "are computed during training" in made.notes[0]
-    made = plan(model, monkeypatch, tmp_path, own=True, minutes=30)
-    assert "answers" not in made.seconds
-    assert config_of(made, "features")["limit"] < 10_000
-    made = plan(model, monkeypatch, tmp_path, method="kangaroo", hub="you/it")
-    assert list(made.seconds)[-4:] == ["tune", "speed", "lossless", "push"]
-    assert '$out/tune/best.yaml"' in made.files["run.sh"] and "you/it --report" in made.files["run.sh"]
-    made = plan(model, monkeypatch, tmp_path, exact=None)
-    assert "lossless" not in made.seconds and "--certificate" not in made.files["run.sh"]
-    made = plan(model, monkeypatch, tmp_path, gpus=2)
-    lines = made.files["run.sh"].splitlines()
-    assert len([line for line in lines if line.startswith("  deepspeed ")]) == 1
-    assert len([line for line in lines if "torchrun --standalone --nproc-per-node 2 -m data_prep." in line]) == 3
+def test_what_is_there_decides(facts: Facts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches features written to a disk that they fill, answers of the target that it gives again, a float32 target
+    that does not fit, and steps that leave GPUs idle."""
+    made = Plan(tmp_path, replace(facts, disk=10**6))
+    assert "features" not in made.seconds and made.trained.features == "online"
+    assert "training computes them" in capsys.readouterr().out
+    made = Plan(tmp_path, replace(facts, own=True, disk=10**6, dialogues=10**6))
+    assert made.trained.data is not None and made.trained.data.limit == int(0.1 * 7200 * 5000 / 200)
+    made = Plan(tmp_path, replace(facts, own=True, dialogues=10**6), minutes=30)
+    assert "regenerate" not in made.seconds
+    assert made.config("features")["limit"] == int(0.1 * 1800 * 5000 / 200)
+    made = Plan(tmp_path, facts, method="kangaroo", hub="you/it")
+    assert list(made.seconds)[-3:] == ["speed", "lossless", "push"] and "you/it --report" in made.script
+    assert [row.get("grid") for row in made.config("speed")["drafters"]] == [None, None, {"eta": [0.2, 0.4, 0.6]}]
+    made = Plan(tmp_path, replace(facts, memory=0))
+    assert "lossless" not in made.seconds and "--certificate" not in made.script
+    made = Plan(tmp_path, replace(facts, gpus=2))
+    assert len(re.findall("^  deepspeed ", made.script, re.M)) == 1
+    assert made.script.count("torchrun --standalone --nproc-per-node 2 -m data_prep.") == 3
 
 
-def other(model: Model, **changes: Any) -> Model:
-    """The model with another configuration."""
-    return replace(model, config=type(model.config)(**{**model.config.to_dict(), **changes}))
+def other(facts: Facts, **changes: Any) -> Facts:
+    """The facts of a model with another configuration."""
+    return replace(facts, config=type(facts.config)(**{**facts.config.to_dict(), **changes}))
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
-def test_heads_of_several_states(method: str, model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches features without the states that the head reads, a key or an option that it does not have, and a
-    vocabulary of its LM head that decoding would change."""
-    large = other(model, vocab_size=100_000, num_hidden_layers=8)
-    for target, vocabulary in (other(model, num_hidden_layers=8), None), (large, 16_384):
-        made = plan(target, monkeypatch, tmp_path, method=method)
-        config = validate(schema_of(method), config_of(made, method), "the training")
-        config = config.settled(lambda: 8)
-        assert config.taps and config_of(made, "features")["exit_layers"] == list(config.taps)
-        assert (config.draft_vocab, config.loss_vocab) == (vocabulary, None)
-        rows = config_of(made, "speed")["drafters"]
-        options = drafter_class(method).options.model_fields
-        assert len(rows) == 5
-        assert all(set(row) - {"label", "drafter", "checkpoint"} <= set(options) for row in rows[2:4])
-    made = plan(large, monkeypatch, tmp_path, method=method, minutes=20)
-    assert config_of(made, method)["draft_vocab"] == 4096
+@pytest.mark.parametrize("method", started_methods())
+@pytest.mark.parametrize("hidden", [64, 4096])
+def test_every_method_has_a_plan(method: str, hidden: int, facts: Facts, tmp_path: Path) -> None:
+    """Catches features without the states that the head reads, a key or an option that it does not have, a key that
+    stands under the wrong one, and a vocabulary of its LM head that decoding would change."""
+    own = schema_of(method).sizes_lm_head
+    shape = {"hidden_size": hidden, "num_hidden_layers": 8}
+    for vocabulary, frequent in (96, None), (100_000, 16_384):
+        made = Plan(tmp_path, other(facts, vocab_size=vocabulary, **shape), method=method)
+        config = made.trained.settled(lambda: 8)
+        assert made.config("features")["exit_layers"] == list(config.taps)
+        assert (config.draft_vocab, config.loss_vocab) == (frequent, 8192 if frequent and not own else None)
+        assert config.learning_rate == 2e-3 if hidden == 64 else config.learning_rate < 1e-3
+        rows = made.config("speed")["drafters"]
+        options = {*drafter_class(method).options.model_fields, "label", "drafter", "checkpoint", "grid"}
+        assert all({*row} <= options for row in rows[2:4] if row["drafter"] == method)
+        drafted = [row.get("draft_vocab") for row in (rows[2], made.config("lossless")["drafter"])]
+        assert drafted == [2048 if frequent and not own else None] * 2
+        assert rows[2]["draft_dtype"] == "int8"
+        made = Plan(tmp_path, replace(other(facts, vocab_size=100_000, **shape), gpus=1), method=method, minutes=20)
+        sizes = made.trained.draft_vocab, made.trained.loss_vocab
+        assert sizes == ((4096, None) if own else (16_384, 8192 if method == "kangaroo" else 2048))
+        assert made.trained.batch_tokens == 1024
 
 
-def test_the_mask_token_is_one_that_texts_lack(model: Model) -> None:
+def test_the_mask_token_is_one_that_texts_lack(facts: Facts) -> None:
     """Catches a mask token that ends turns, or that the dialogues have: blocks would be trained to take it for text."""
-    tokenizer = model.chat.tokenizer
-    data = Data("data.jsonl", 10, 10, 100, 50, False, "", 1.0)
-    larger, full = (other(model, vocab_size=len(tokenizer) + more) for more in (3, 0))
-    assert mask_token(larger, data) == len(tokenizer)
-    special = tokenizer.convert_tokens_to_ids(sorted(model.chat.special_tokens))
+    tokenizer = facts.chat.tokenizer
+    larger, full = (other(facts, vocab_size=len(tokenizer) + more) for more in (3, 0))
+    assert mask_token(larger) == len(tokenizer)
+    special = tokenizer.convert_tokens_to_ids(sorted(facts.chat.special_tokens))
     lacked = next(token for token in special if token != tokenizer.eos_token_id)
     others = np.array([token for token in special if token != lacked])
-    assert mask_token(full, replace(data, some=[MaskedTokens(others, others > 0)])) == lacked
+    assert mask_token(replace(full, sample=[MaskedTokens(others, others > 0)])) == lacked
     every = np.array(special)
     with pytest.raises(ValueError, match="give --method eagle3"):
-        mask_token(full, replace(data, some=[MaskedTokens(every, every > 0)]))
+        mask_token(replace(full, sample=[MaskedTokens(every, every > 0)]))
+
+
+def test_the_rate_of_forwards_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rate of one row, and one of the first forward: eight rows of 500 tokens in 4 s, after 10 s."""
+    now, seconds = [0.0], iter([10.0, 4.0])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+
+    def features(block: torch.Tensor) -> Any:
+        assert block.shape == (measuring.FORWARD // 500, 500)
+        now[0] += next(seconds)
+        return SimpleNamespace(features=torch.zeros(1, 1, 1))
+
+    target: Any = SimpleNamespace(vocab_size=7, device=torch.device("cpu"), features=features)
+    assert measuring.prefilled(target, 500) == 8 * 500 / 4.0
 
 
 def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path, data: Path, tmp_path: Path) -> None:

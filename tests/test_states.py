@@ -11,7 +11,7 @@ import torch
 
 from drafters import TargetModel
 from drafters.common import states
-from drafters.methods import method_names
+from drafters.methods import METHODS, drafter_class, head_shape, learned_methods, taps_for
 from train.run.inputs import states_asked
 
 
@@ -110,21 +110,21 @@ def test_defaults_are_states_that_exist(layers: int) -> None:
 
 def test_a_union() -> None:
     """Catches a state that is stored twice, or left out because two methods read it."""
-    assert states.taps_for(["eagle", "medusa"], 36) == []
-    assert states.taps_for(["eagle3", "dflash", "dspark"], 36, [3]) == [2, 3, 10, 18, 26, 33, 34]
+    assert taps_for(["eagle", "medusa"], 36) == []
+    assert taps_for(["eagle3", "dflash", "dspark"], 36, [3]) == [2, 3, 10, 18, 26, 33, 34]
     with pytest.raises(ValueError, match="dflash: the target has 4 layers"):
-        states.taps_for(["eagle", "dflash"], 4)
+        taps_for(["eagle", "dflash"], 4)
 
 
-def test_the_table_knows_methods() -> None:
-    """Catches a mistyped name in the table; eagle3, dflash and dspark may have no file yet."""
-    assert set(states.READS) <= {*method_names(), "eagle3", "dflash", "dspark", "draft_model"}
-    assert set(states.NEEDS_LAYERS) <= states.READS.keys()
+def test_the_list_of_methods_names_the_shapes() -> None:
+    """Catches a learned method whose shape the list lacks, or that is another one than its drafter's."""
+    shapes = {name: getattr(drafter_class(name), "shape", None) for name in METHODS}
+    assert {name: head_shape(name) for name in learned_methods()} == {name: it for name, it in shapes.items() if it}
 
 
 def test_no_torch() -> None:
     """Catches an import that would make every mistyped key of a config wait for torch."""
-    code = "import sys, drafters.common.states; sys.exit('torch' in sys.modules)"
+    code = "import sys; from drafters.methods import *; [*map(head_shape, METHODS)]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -17,7 +17,7 @@ from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.heads.medusa.shape import MedusaShape
 from drafters.methods import method_names
-from train.core.block_config import DFlashConfig
+from train.core.block_config import DFlashConfig, DSparkConfig
 from train.core.config import Decay, Lora, TrainConfig, Weight
 
 
@@ -28,18 +28,16 @@ def trained_methods() -> list[str]:
 
 
 def started_methods() -> list[str]:
-    """The methods that train.start trains: their drafter has a recipe."""
-    return [name for name in trained_methods() if schema_of(name).has_recipe]
+    """The methods that train.start trains: those with a template of their training's config."""
+    return [name for name in trained_methods() if (TEMPLATES / f"{name}.yaml").is_file()]
 
 
 def schema_of(method: str) -> type[TrainConfig]:
-    """The schema of a method's training: one of this file, or one that ``train/<method>.py`` defines itself."""
-    known = [*TrainConfig.__subclasses__(), *DFlashConfig.__subclasses__()]
-    own = next((schema for schema in known if schema.drafter == method), None)
-    if own is None:
-        import_module(f"train.{method}")
-        own = next(schema for schema in TrainConfig.__subclasses__() if schema.drafter == method)
-    return own
+    """The schema of a method's training: one of ``SCHEMAS``, or that of the task in ``train/<method>.py``."""
+    if method in SCHEMAS:
+        return SCHEMAS[method]
+    schema: type[TrainConfig] = import_module("train.core.task").task_class(method).schema
+    return schema
 
 
 class EagleConfig(TrainConfig):
@@ -47,7 +45,6 @@ class EagleConfig(TrainConfig):
 
     drafter: ClassVar[str] = "eagle"
     older: ClassVar[dict[str, Any]] = {"layer": "target"}
-    has_recipe: ClassVar[bool] = True
 
     head: EagleShape
     classification_weight: Weight = Field(0.1, description="w_cls of the EAGLE paper, section 3.2")
@@ -82,7 +79,6 @@ class Eagle3Config(TrainConfig):
     """
 
     drafter: ClassVar[str] = "eagle3"
-    has_recipe: ClassVar[bool] = True
     sizes_lm_head: ClassVar[bool] = True
 
     head: Eagle3Shape
@@ -119,7 +115,6 @@ class KangarooConfig(TrainConfig):
     """The keys of a Kangaroo run."""
 
     drafter: ClassVar[str] = "kangaroo"
-    has_recipe: ClassVar[bool] = True
 
     head: KangarooShape
 
@@ -272,6 +267,21 @@ class DraftModelConfig(TrainConfig):
         return self
 
 
+# By method, the schemas that are read without torch.
+SCHEMAS: dict[str, type[TrainConfig]] = {
+    schema.drafter: schema
+    for schema in (
+        EagleConfig,
+        Eagle3Config,
+        DFlashConfig,
+        DSparkConfig,
+        KangarooConfig,
+        MedusaConfig,
+        DraftModelConfig,
+    )
+}
+
+
 class BoostConfig(Config):
     """The keys of train.tools.boost."""
 
@@ -284,6 +294,7 @@ class BoostConfig(Config):
 
 
 START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
+TEMPLATES = Path(__file__).with_name("plan") / "templates"  # of the other ones
 
 
 class StartConfig(Config):

@@ -11,6 +11,8 @@ same command continues, as bash run.sh does. You may change the configs before: 
 
 import argparse
 import json
+import os
+import sys
 
 from data_prep.dialogues.reader import check_source
 from drafters.cli.program import CommandLine, command, keeping, run_program
@@ -63,15 +65,16 @@ def main(arguments: list[str] | None = None) -> None:
         check_source(config.data)
     before = written_before(config)
 
-    from train.plan.write import run_script, write
+    from train.plan.write import write
 
     if not before:
         with keeping(lambda: f"nothing was begun. To start again: {command()}"):
             write(config, parsed.command, parsed.run)
     else:
         print(f"{config.out} holds this start already: its configs and {START_SCRIPT} stay as they are")
-    if parsed.run:
-        run_script(config)
+    if parsed.run:  # in place of this process, so that Ctrl-C reaches the running step and no memory stays in use
+        sys.stdout.flush()
+        os.execvp("bash", ["bash", str(config.out / START_SCRIPT)])
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from data_prep.dialogues.reader import dataset_parts, source_digest
 from data_prep.store.manifest import StoreManifest
 from drafters.common.paths import hub_names
 from drafters.common.provenance import git_commit, library_versions
-from drafters.common.states import named_states, taps_for
+from drafters.common.states import named_states
 from drafters.heads.eagle.module import EagleHead
 from drafters.heads.eagle.shape import EagleShape
 from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
+from drafters.methods import taps_for
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.layers import default_layer

@@ -1,4 +1,4 @@
-"""The target's hidden states: their names, their two numberings in the field, and the ones that each method reads.
+"""The target's hidden states: their names, their two numberings in the field, and the usual ones to read.
 
 A *tap* k is the hidden state after k decoder layers: ``hidden_states[k]`` of transformers. With layers counted from 0,
 it is the output of layer k - 1 and the input of layer k. Tap 0 is the embeddings' output. All code here counts in taps.
@@ -10,7 +10,7 @@ it is the output of layer k - 1 and the input of layer k. Tap 0 is the embedding
 Imports no torch.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 FEATURES = "output of the final norm = hidden_states[-1]"  # the LM head's input, which every store holds
 
@@ -89,39 +89,6 @@ def dflash_taps(layers: int, count: int = 5) -> list[int]:
     if count == 1:
         return from_outputs([layers // 2])
     return from_outputs([round(1 + place * (layers - 4) / (count - 1)) for place in range(count)])
-
-
-def no_taps(layers: int) -> list[int]:
-    """Of a method that reads the features only, or none but the layers that its config names."""
-    return []
-
-
-# What each method reads beside the features by default: the number of the target's layers -> taps.
-READS: dict[str, Callable[[int], list[int]]] = {
-    "eagle": no_taps,
-    "eagle3": eagle3_taps,
-    "dflash": dflash_taps,
-    "dspark": dflash_taps,
-    "kangaroo": no_taps,
-    "medusa": no_taps,
-    "draft_model": no_taps,
-}
-NEEDS_LAYERS = ("kangaroo",)  # has no default: its layer must be named
-
-
-def taps_for(methods: Iterable[str], layers: int, others: Iterable[int] = ()) -> list[int]:
-    """Return the union of what ``methods`` read from a target of ``layers`` layers and the taps ``others``, ascending.
-
-    Raises:
-        ValueError: the target is too shallow for a method's default.
-    """
-    found = set(others)
-    for method in methods:
-        try:
-            found |= set(READS[method](layers))
-        except ValueError as error:
-            raise ValueError(f"{method}: {error}") from None
-    return sorted(found)
 
 
 def _spread_over_all(layers: int, count: int) -> list[int]:

@@ -22,12 +22,14 @@ class HeadShape(Config):
     Class attributes:
         usual: values that training gives to keys that stored heads must state.
         stated: keys that config.json has also with their defaults.
+        names_layer: True if the layer that it reads has no default, so that training and features must name it.
         mistakes: keys that are true or false, each with the mistake of a program that takes the other value.
     """
 
     usual: ClassVar[dict[str, Any]] = {}
     stated: ClassVar[tuple[str, ...]] = ()
     mistakes: ClassVar[dict[str, str]] = {}
+    names_layer: ClassVar[bool] = False
 
     @classmethod
     def usual_taps(cls, layers: int) -> list[int]:

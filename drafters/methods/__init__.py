@@ -1,46 +1,66 @@
 """``make_drafter``: a drafter by the name of its method.
 
-``METHODS`` is the one list of methods. A method's file is imported when its name is used.
+``METHODS`` is the one list of methods. A method's file is imported when its name is used. What other parts need to know
+of a method its class declares, and the shape of its head, which needs no torch.
 """
 
 import difflib
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drafters.heads.shape import HeadShape
 
 if TYPE_CHECKING:  # both import torch, and a mistyped name is answered without it
     from drafters.base import Drafter
     from drafters.model.target import TargetModel
 
-# Name in configs -> module in this package, and class.
+
+class Method(NamedTuple):
+    """Where a method is.
+
+    drafter: module in this package, and class. shape: of a learned method, the same of its head's shape in ``heads``.
+    """
+
+    drafter: str
+    shape: str | None = None
+
+
+# By name in configs.
 METHODS = {
-    "autoregressive": "autoregressive:AutoregressiveDrafter",
-    "bild": "papers.bild:BiLDDrafter",
-    "cascade": "papers.cascade:CascadeDrafter",
-    "dflash": "block:DFlashDrafter",
-    "dspark": "block:DSparkDrafter",
-    "eagle": "eagle:EagleDrafter",
-    "eagle3": "eagle:Eagle3Drafter",
-    "hybrid": "hybrid:HybridDrafter",
-    "kangaroo": "kangaroo:KangarooDrafter",
-    "llmcad": "papers.llmcad:LLMCadDrafter",
-    "lookahead": "papers.lookahead:LookaheadDrafter",
-    "medusa": "medusa:MedusaDrafter",
-    "mjgd": "papers.mjgd:MJGDDrafter",
-    "mjsd": "papers.mjsd:MJSDDrafter",
-    "ouroboros": "papers.ouroboros:OuroborosDrafter",
-    "prompt_lookup": "prompt_lookup:PromptLookupDrafter",
-    "replay": "replay:ReplayDrafter",
-    "rest": "papers.rest:RestDrafter",
-    "specinfer": "papers.specinfer:SpecInferDrafter",
-    "spectr": "papers.spectr:SpecTrDrafter",
-    "speculative": "speculative:SpeculativeDrafter",
-    "suffix": "suffix:SuffixDrafter",
+    "autoregressive": Method("autoregressive:AutoregressiveDrafter"),
+    "bild": Method("papers.bild:BiLDDrafter"),
+    "cascade": Method("papers.cascade:CascadeDrafter"),
+    "dflash": Method("block:DFlashDrafter", "block.shape:BlockShape"),
+    "dspark": Method("block:DSparkDrafter", "block.shape:DSparkShape"),
+    "eagle": Method("eagle:EagleDrafter", "eagle.shape:EagleShape"),
+    "eagle3": Method("eagle:Eagle3Drafter", "eagle3.shape:Eagle3Shape"),
+    "hybrid": Method("hybrid:HybridDrafter"),
+    "kangaroo": Method("kangaroo:KangarooDrafter", "kangaroo.shape:KangarooShape"),
+    "llmcad": Method("papers.llmcad:LLMCadDrafter"),
+    "lookahead": Method("papers.lookahead:LookaheadDrafter"),
+    "medusa": Method("medusa:MedusaDrafter", "medusa.shape:MedusaShape"),
+    "mjgd": Method("papers.mjgd:MJGDDrafter"),
+    "mjsd": Method("papers.mjsd:MJSDDrafter"),
+    "ouroboros": Method("papers.ouroboros:OuroborosDrafter"),
+    "prompt_lookup": Method("prompt_lookup:PromptLookupDrafter"),
+    "replay": Method("replay:ReplayDrafter"),
+    "rest": Method("papers.rest:RestDrafter"),
+    "specinfer": Method("papers.specinfer:SpecInferDrafter"),
+    "spectr": Method("papers.spectr:SpecTrDrafter"),
+    "speculative": Method("speculative:SpeculativeDrafter"),
+    "suffix": Method("suffix:SuffixDrafter"),
 }
 
 
 def method_names() -> list[str]:
     """Return the names of the methods."""
     return sorted(METHODS)
+
+
+def learned_methods() -> list[str]:
+    """Return the names of the methods whose drafter has a trained head."""
+    return [name for name in method_names() if METHODS[name].shape]
 
 
 def check_method(name: str) -> None:
@@ -58,9 +78,33 @@ def drafter_class(name: str) -> type["Drafter"]:
         ValueError: an unknown method.
     """
     check_method(name)
-    module, _, kind = METHODS[name].partition(":")
+    module, _, kind = METHODS[name].drafter.partition(":")
     found: type[Drafter] = getattr(import_module(f".{module}", __package__), kind)
     return found
+
+
+def head_shape(name: str) -> type[HeadShape]:
+    """Return the schema of the method's head, without torch; of a method without a head, one without keys."""
+    if name not in METHODS or METHODS[name].shape is None:
+        return HeadShape
+    module, _, kind = str(METHODS[name].shape).partition(":")
+    shape: type[HeadShape] = getattr(import_module(f"drafters.heads.{module}"), kind)
+    return shape
+
+
+def taps_for(methods: Iterable[str], layers: int, others: Iterable[int] = ()) -> list[int]:
+    """Return the union of what ``methods`` read from a target of ``layers`` layers and the taps ``others``, ascending.
+
+    Raises:
+        ValueError: the target is too shallow for a method's default.
+    """
+    taps = set(others)
+    for method in methods:
+        try:
+            taps |= set(head_shape(method).usual_taps(layers))
+        except ValueError as error:
+            raise ValueError(f"{method}: {error}") from None
+    return sorted(taps)
 
 
 def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":

@@ -25,7 +25,6 @@ from drafters.heads.block.dspark import DSparkHead
 from drafters.heads.block.forms import DFLASH_FORMS, DSPARK_FORMS
 from drafters.heads.block.module import BlockBackbone, ContextLayer, block_rows
 from drafters.heads.block.shape import BlockShape, DSparkShape
-from drafters.hub.declared import Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
 from drafters.model.draft_head import own_head, quantize_layers
@@ -199,13 +198,6 @@ class DFlashDrafter(LearnedDrafter):
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DFlash head ([DFlash](https://arxiv.org/abs/2602.06036))"
     forms = DFLASH_FORMS
-    recipe = Recipe(
-        learning_rate=6.0e-4,
-        rows={"DFlash, auto": {"tree": "auto"}, "DFlash, chain of 3": {"tree": "chain", "depth": 3}},
-        small={"layers": 1, "block_size": 8, "anchor_share": 0.25, "optimizer": "muon"},
-        short={"draft_vocab": 4096},
-        certified={"tree": "chain", "depth": 3},
-    )
     max_batch = None
     follows = True
     unread: ClassVar = {"chain": ("nodes", "top_k")}
@@ -225,13 +217,6 @@ class DSparkDrafter(LearnedDrafter):
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DSpark head ([DSpark](https://arxiv.org/abs/2607.05147))"
     forms = DSPARK_FORMS
-    recipe = Recipe(
-        learning_rate=6.0e-4,
-        rows={"DSpark, auto": {"tree": "auto"}, "DSpark, chain of 3": {"tree": "chain", "depth": 3}},
-        small={"layers": 1, "anchor_share": 0.25, "optimizer": "muon"},
-        short={"draft_vocab": 4096, "classification_loss": "cross_entropy", "target_weight": 1.0, "token_weight": 0.0},
-        certified={"tree": "chain", "depth": 3},
-    )
     max_batch = None
     follows = True
     unread = DFlashDrafter.unread

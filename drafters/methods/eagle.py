@@ -29,7 +29,6 @@ from drafters.heads.eagle.shape import EagleShape
 from drafters.heads.eagle3.forms import EAGLE3_FORMS
 from drafters.heads.eagle3.module import Eagle3Head
 from drafters.heads.eagle3.shape import Eagle3Shape
-from drafters.hub.declared import Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
@@ -245,13 +244,6 @@ class EagleDrafter(LearnedDrafter):
     options: ClassVar[type[Config]] = EagleOptions
     card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
     forms = EAGLE_FORMS
-    recipe = Recipe(
-        learning_rate=3.0e-5,
-        rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
-        small={"start": "regression"},
-        short={"loss_vocab": 2048},
-        certified={"tree": "chain", "depth": 3},
-    )
     max_batch = None
     follows = True
     unread: ClassVar = {"auto": ("paths",), "chain": ("paths",), "static": ("depth",), "dynamic": ("paths",)}
@@ -275,14 +267,6 @@ class Eagle3Drafter(LearnedDrafter):
     options: ClassVar[type[Config]] = Eagle3Options
     card_title = "EAGLE-3 head ([EAGLE-3](https://arxiv.org/abs/2503.01840))"
     forms = EAGLE3_FORMS
-    recipe = Recipe(
-        learning_rate=5.0e-5,
-        rows={"EAGLE-3, auto": {"tree": "auto"}, "EAGLE-3, chain of 3": {"tree": "chain", "depth": 3}},
-        keys={"fc_norm": True, "norm_output": True, "lm_head_start": "target"},
-        small={"ttt_steps": 5, "optimizer": "muon"},
-        short={"draft_vocab": 4096},
-        certified={"tree": "chain", "depth": 3},
-    )
     max_batch = None
     follows = True
     unread = EagleDrafter.unread

@@ -19,7 +19,6 @@ from drafters.drafting.tree_plan import TreePlan, chain_plan
 from drafters.heads.kangaroo.forms import KANGAROO_FORMS
 from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
-from drafters.hub.declared import Recipe
 from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -162,12 +161,6 @@ class KangarooDrafter(LearnedDrafter):
     options: ClassVar[type[Config]] = KangarooOptions
     card_title = "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))"
     forms = KANGAROO_FORMS
-    recipe = Recipe(
-        learning_rate=5.0e-5,
-        rows={"Kangaroo": {}},
-        knobs={"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]},
-        start={"max_draft_tokens": 4},
-    )
 
     head: AdapterHead
 

@@ -18,7 +18,7 @@ from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.shape import HeadShape, split
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
-from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.block import DFlashDrafter
 from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
 from drafters.model.draft_head import D2T, DraftHead
 from drafters.model.rows import CHAIN, Rows
@@ -26,7 +26,6 @@ from drafters.model.runner import Rotary
 from drafters.model.target import TargetModel
 
 DrafterT = TypeVar("DrafterT", bound=LearnedDrafter)
-READS_STATES = (Eagle3Drafter, DFlashDrafter, DSparkDrafter)  # of several of the target's layers
 PLAIN_THETA = 10_000.0  # rope_theta of a config that does not state it
 
 
@@ -79,17 +78,22 @@ class _Wrong(FeatureHead):
         return predicted
 
 
+def reads_states(drafter: LearnedDrafter) -> bool:
+    """True if the head names the target's states that it reads."""
+    return "taps" in type(drafter).shape.model_fields
+
+
 def move_taps(drafter: EagleDrafter | DFlashDrafter, by: int) -> EagleDrafter | DFlashDrafter | None:
     """Read every state ``by`` layers further up."""
     taps = [tap + by for tap in drafter.taps]
-    if not isinstance(drafter, READS_STATES) or min(taps) < 0 or max(taps) > drafter.target.num_layers:
+    if not reads_states(drafter) or min(taps) < 0 or max(taps) > drafter.target.num_layers:
         return None
     return remade(drafter, taps=taps)
 
 
 def reverse_taps(drafter: EagleDrafter | DFlashDrafter) -> EagleDrafter | DFlashDrafter | None:
     """Concatenate the states from the last to the first."""
-    if not isinstance(drafter, READS_STATES) or len(drafter.taps) < 2:
+    if not reads_states(drafter) or len(drafter.taps) < 2:
         return None
     return remade(drafter, taps=list(reversed(drafter.taps)))
 

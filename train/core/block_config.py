@@ -24,7 +24,6 @@ class DFlashConfig(TrainConfig):
     """
 
     drafter: ClassVar[str] = "dflash"
-    has_recipe: ClassVar[bool] = True
     sizes_lm_head: ClassVar[bool] = True
 
     head: BlockShape

@@ -57,7 +57,6 @@ class TrainConfig(Config):
 
     drafter: ClassVar[str]  # the method; also the name of its script in train/
     older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before the key existed, if not its default
-    has_recipe: ClassVar[bool] = False  # whether train.start trains the method: its drafter has a ``recipe``
     sizes_lm_head: ClassVar[bool] = False  # whether draft_vocab is the size of an LM head of the drafter's own
 
     head: HeadShape = Field(HeadShape(), description="the shape of the head; its keys may also stand beside it")

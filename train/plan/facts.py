@@ -1,150 +1,147 @@
-"""The facts that a plan is made from: the model, the dialogues, and the machine."""
+"""The facts that a plan is made from: the target, the dialogues, this machine, and the target's speed on it."""
 
+import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from transformers import PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from data_prep.common.disk import free_bytes
 from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import load_tokenizer, sample_split
 from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
-from data_prep.dialogues.reader import DroppedError
 from data_prep.extraction.headers import make_headers
+from drafters import TargetModel, generate, make_drafter
 from drafters.common.precision import fast_dtype
-from drafters.common.wording import dtype_name
+from drafters.common.wording import dtype_name, size_text
 from drafters.config import validate
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, load_config_only, resolve_device
+from train.configs import StartConfig
 from train.preflight.workload import SAMPLE
 
 FEWEST = 24  # dialogues, below which nothing could be trained and measured on different ones
 # Tokens of a dialogue and of an answer, as in docs/smollm2-training.md; less with a short context.
 LONGEST, ANSWER = 1024, 256
-QUESTION, USABLE = 64, 0.5  # tokens of a question that the target asks itself, and the share that can be used
+QUESTION = 64  # tokens of a question that the target asks itself
+ROWS = 64  # most dialogues answered in parallel
+FORWARD = 4096  # tokens of one forward of the target that features are taken from
+PROMPT, TIMED = 128, 16  # tokens of the prompt and of the continuation in timed decoding
+IMPORTS = time.time() - psutil.Process().create_time()  # seconds of this program's imports
 
 
 @dataclass
-class Model:
-    """The target, without its weights."""
+class Facts:
+    """What is there, and how fast. Sizes of dialogues are means of a sample; without --data, assumed."""
 
-    name: str
     config: PretrainedConfig
     chat: ChatTokenizer
-    longest: int  # tokens of a dialogue
-    answer: int  # most of an answer
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of one token's keys and values, two bytes each."""
-        heads, width = head_sizes(self.config)
-        return 2 * 2 * self.config.num_hidden_layers * heads * width
-
-
-@dataclass
-class Data:
-    """The dialogues, their sizes estimated from a sample; without --data, those that the target can ask in the time."""
-
-    source: str
-    dialogues: int
-    turns: int
-    tokens: int  # of all dialogues
-    answers: int  # tokens that belong to answers
-    own: bool  # the answers are the target's own
-    read: str  # counts in one line
-    seconds: float  # that reading took
-    some: list[MaskedTokens] = field(default_factory=list)  # records of a sample
-    asking: float | None = None  # seconds per question, if the target also asks
-
-
-@dataclass
-class Machine:
-    """This machine."""
-
     device: torch.device
-    gpus: int
+    dtype: str
+    gpus: int  # processes of a step that runs on all GPUs; 1 on a CPU
     memory: int  # free bytes
     disk: int  # free bytes
-    dtype: str
+    longest: int  # most tokens of a dialogue
+    answer: int  # most tokens of an answer
+    dialogues: int  # usable ones; 0 without --data
+    length: float  # tokens of a dialogue
+    answered: float  # tokens of a dialogue that belong to answers
+    own: bool = False  # the answers are the target's own
+    reading: float = 0.0  # seconds to read the file
+    sample: list[MaskedTokens] = field(default_factory=list)
+    rows: int = 1  # dialogues that one process answers in parallel
+    one: float = 0.0  # tokens/s of decoding one text
+    many: float = 0.0  # tokens/s of decoding ``rows`` texts in parallel, on all GPUs
+    prefill: float = 0.0  # tokens/s of forwards of whole dialogues, on all GPUs
+    start: float = 0.0  # seconds of a program's imports and of loading the target
 
 
-@dataclass
-class Rates:
-    """Tokens/s of the target, measured here."""
+def measure(start: StartConfig) -> Facts:
+    """Inspect the target, the dialogues and this machine, and time the target for about a minute.
 
-    one: float  # decoding one text
-    many: float  # decoding ``rows`` texts in parallel, on all GPUs
-    rows: int
-    prefill: float  # forward of whole dialogues, on all GPUs
-    start: float  # seconds of a program's imports and of loading the target
-    exact: float | None  # of the lossless test, in float32; None: not enough memory
-
-
-def look_at_model(name: str) -> Model:
-    """The target's configuration and chat template; raises ValueError if one is missing."""
-    config = load_config_only(name)
-    chat = load_tokenizer(name)
-    context = getattr(config, "max_position_embeddings", None) or LONGEST
-    longest = min(LONGEST, context)
-    return Model(name, config, chat, longest, min(ANSWER, longest // 2))
+    Raises:
+        ValueError: an unsupported target, unreadable data or too few usable dialogues, or too little memory.
+    """
+    config, chat, device = load_config_only(start.target), load_tokenizer(start.target), resolve_device()
+    longest = min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
+    answer, gpus = min(ANSWER, longest // 2), torch.cuda.device_count() if device.type == "cuda" else 1
+    room, sizes = (free_memory(device), free_bytes(start.out)), (longest, answer, 0, QUESTION + answer, answer)
+    facts = Facts(config, chat, device, dtype_name(fast_dtype(device)), gpus, *room, *sizes)
+    if start.data is not None:
+        read_dialogues(facts, start.target, start.data)
+    free = f"{size_text(facts.memory)} of memory and {size_text(facts.disk)} of disk free"
+    print(f"this machine: {facts.device}, {facts.dtype}, {free}; measuring")
+    time_target(facts, start.target)
+    return facts
 
 
-def look_at_data(source: str, model: Model) -> Data:
+def read_dialogues(facts: Facts, target: str, source: str) -> None:
     """Read all dialogues and tokenize some; raises ValueError for unreadable data or too few usable dialogues."""
-    sample = sample_split(source, model.chat, model.longest, SAMPLE)
+    sample = sample_split(source, facts.chat, facts.longest, SAMPLE)
     if sample.usable < FEWEST:
         raise ValueError(f"--data {source}: {sample.describe()}; at least {FEWEST} usable dialogues are needed")
-    keys = {"target": model.name, "splits": {"train": source}, "max_length": model.longest}
-    header = make_headers(validate(FeatureKeys, keys, "--data"), model.chat)["train"]
-    some = sample.encoded.dialogues
-    begins = sum(int((np.diff(one.loss_mask.astype(np.int8), prepend=0) == 1).sum()) for one in some)
-    turns, own = round(sample.usable * begins / sample.encoded.used), header.answers in ("own", "sampled")
-    sizes = sample.usable, turns, sample.tokens, max(sample.trained, 1)
-    return Data(source, *sizes, own, sample.describe(), sample.seconds, some)
+    keys = {"target": target, "splits": {"train": source}, "max_length": facts.longest}
+    header = make_headers(validate(FeatureKeys, keys, "--data"), facts.chat)["train"]
+    facts.dialogues, facts.length = sample.usable, sample.tokens / sample.usable
+    facts.answered = max(sample.trained, 1) / sample.usable
+    facts.own, facts.reading = header.answers in ("own", "sampled"), sample.seconds
+    facts.sample = sample.encoded.dialogues
+    whose = "the target's own answers" if facts.own else "others' answers: the target will give its own"
+    print(f"{source}: {sample.describe()}; about {sample.tokens / 1e6:,.2f}M tokens; {whose}")
 
 
-def check_asks(model: Model) -> None:
-    """Raise ValueError if the target's template has no place for a question of its own."""
-    try:
-        model.chat.question_prompt()
-    except DroppedError as error:
-        raise ValueError(f"target {model.name} cannot be let ask: {error}; give --data") from error
+def time_target(facts: Facts, name: str) -> None:
+    """Load the target and measure its rates."""
+    heads, width = head_sizes(facts.config)
+    cache_bytes = 2 * 2 * facts.config.num_hidden_layers * heads * width  # of a token's keys and values
+    room = facts.memory // 4 // (cache_bytes * facts.longest)
+    facts.rows = min(ROWS, 1 << max(room, 1).bit_length() - 1)
+    disable_progress_bar()
+    began = time.perf_counter()
+    target = TargetModel.from_pretrained(name, facts.dtype, cache_tokens=(facts.rows, facts.longest))
+    facts.start = IMPORTS + time.perf_counter() - began
+    greeting = facts.chat.tokenizer.encode("Hello, how are you?", add_special_tokens=False)
+    prompt = (greeting * PROMPT)[: min(PROMPT, facts.longest - facts.answer)]
+    facts.one = decoded(target, [prompt], min(TIMED, facts.answer))
+    facts.many = facts.gpus * decoded(target, [prompt] * facts.rows, min(TIMED, facts.answer))
+    facts.prefill = facts.gpus * prefilled(target, max(2, min(facts.longest, int(facts.length))))
 
 
-def to_be_asked(source: str, minutes: float, model: Model, rates: Rates) -> Data:
-    """The dialogues that the target can ask and answer in the minutes."""
-    asking, answer = QUESTION / USABLE / rates.many, model.answer
-    count = max(1, int(60 * minutes / (asking + answer / rates.many)))
-    read = f"no --data: the target asks itself, up to {count:,} questions"
-    return Data(source, count, count, count * (QUESTION + answer), count * answer, False, read, 0.0, asking=asking)
+def decoded(target: TargetModel, prompts: list[list[int]], new: int) -> float:
+    """Tokens/s of plain decoding of all prompts in one batch, after one of warm-up, which builds kernels."""
+    plain = make_drafter("autoregressive", target)
+    for _ in range(2):
+        trace = generate(target, plain, prompts, max_new_tokens=new, eos_token_id=[]).trace
+    return trace.decoded_tokens / trace.decode_seconds
 
 
-def look_at_machine(out: Path) -> Machine:
-    """The default device, its free memory, the dtype of ``auto``, and the free disk space at ``out``."""
-    device = resolve_device()
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    return Machine(device, gpus, free_memory(device), free_bytes(out), dtype_name(fast_dtype(device)))
+def prefilled(target: TargetModel, length: int) -> float:
+    """Tokens/s of forwards of whole texts of that length, ``FORWARD`` tokens in a batch, after one of warm-up."""
+    block = torch.randint(target.vocab_size, (max(1, FORWARD // length), length), device=target.device)
+    for _ in range(2):
+        began = time.perf_counter()
+        with torch.inference_mode():
+            float(target.features(block).features[0, -1, 0])  # synchronises a GPU
+    return block.numel() / (time.perf_counter() - began)
 
 
-def mask_token(model: Model, data: Data) -> int:
+def mask_token(facts: Facts) -> int:
     """A token that texts lack: the first embedding behind the tokenizer's tokens, else an unused special token.
 
     Raises:
         ValueError: the sampled dialogues have all special tokens.
     """
-    tokenizer = model.chat.tokenizer
-    if len(tokenizer) < model.config.vocab_size:
+    tokenizer, chat = facts.chat.tokenizer, facts.chat
+    if len(tokenizer) < facts.config.vocab_size:
         return len(tokenizer)
     turns = [{"role": role, "content": "Hello."} for role in ("user", "assistant")]
-    printed = model.chat.tokenize([model.chat.render(turns)])  # type: ignore[arg-type]  # the template's own tokens
-    used = {int(token) for one in [*printed, *data.some] for token in np.unique(one.input_ids)}
-    special = tokenizer.convert_tokens_to_ids(sorted(model.chat.special_tokens))
+    printed = chat.tokenize([chat.render(turns)])  # type: ignore[arg-type]  # the template's own tokens
+    used = {int(token) for one in [*printed, *facts.sample] for token in np.unique(one.input_ids)}
+    special = tokenizer.convert_tokens_to_ids(sorted(chat.special_tokens))
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, *special):
-        if token is not None and token not in used and token != tokenizer.eos_token_id:
+        if token not in {None, tokenizer.eos_token_id, *used}:
             return int(token)
-    raise ValueError(
-        f"block drafters need a token that texts lack, and the sampled dialogues have all special tokens of "
-        f"{model.name}; give --method eagle3"
-    )
+    raise ValueError("the dialogues have all special tokens, and blocks need one that texts lack; give --method eagle3")

@@ -10,8 +10,9 @@ from data_prep.dialogues.encoding import load_tokenizer, template_hash, tokenize
 from data_prep.store.manifest import StoreManifest
 from data_prep.store.reader import FeatureStore
 from drafters.common.fingerprints import same_weights
-from drafters.common.states import READS, no_taps, state_name
+from drafters.common.states import state_name
 from drafters.hub.checkpoint import TargetIdentity
+from drafters.methods import taps_for
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.files import load_config_only
 from drafters.model.target import TargetModel
@@ -138,7 +139,7 @@ def check_store(config: TrainConfig, store: FeatureStore, target: TargetIdentity
 def states_asked(config: TrainConfig, manifest: StoreManifest, layers: int) -> str:
     """The keys with which data_prep.features stores the states of ``manifest`` and those that the drafter reads."""
     with suppress(ValueError):  # a target too shallow for the method's default
-        if sorted(config.taps) == READS.get(config.drafter, no_taps)(layers):
+        if sorted(config.taps) == taps_for([config.drafter], layers):
             return f"'for=[{config.drafter}]' 'exit_layers={manifest.taps}'"
     return f"'exit_layers={sorted({*manifest.taps, *config.taps})}'"
 

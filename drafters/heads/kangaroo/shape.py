@@ -1,5 +1,7 @@
 """Shape of a Kangaroo adapter. Imports no torch."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from drafters.config import Layers
@@ -8,6 +10,8 @@ from drafters.heads.shape import HeadShape, TargetSizes
 
 class KangarooShape(HeadShape):
     """Keys of a Kangaroo adapter. ``ffn`` and ``own_lm_head`` are ablations of the paper's Table 2."""
+
+    names_layer: ClassVar[bool] = True
 
     exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
     ffn: bool = Field(default=False, description="an adapter with an MLP (Table 2 of the paper): larger, and no better")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Written by: {{ command }}
-# About {{ (seconds.values() | sum) | minutes }} in all. A finished step leaves .done in its folder and does not run again; an
+# About {{ "%.1f" % ((seconds.values() | sum) / 60) }} minutes in all. A finished step leaves .done in its folder and does not run again; an
 # interrupted step continues. If you change a config, delete the folders made with the old one.
 set -euo pipefail
 cd {{ here | sh }}
@@ -8,25 +8,26 @@ export PATH={{ bin | sh }}:"$PATH"
 out={{ out | sh }}
 {% macro step(name, folder) %}
 
-# {{ name }}: about {{ seconds[name] | minutes }}
+{% set about = "%s, about %.1f minutes" % (name, seconds[name] / 60) %}
+# {{ about }}
 if [ ! -e "$out/{{ folder }}/.done" ]; then
-  echo "== $(date +%H:%M) {{ name }}, about {{ seconds[name] | minutes }}"
+  echo "== $(date +%H:%M) {{ about }}"
 {{ caller() }}  touch "$out/{{ folder }}/.done"
 fi
 {% endmacro %}
 {% set on_all = "python" if gpus == 1 else "torchrun --standalone --nproc-per-node " ~ gpus %}
 {% if asks %}
-{% call step("ask", "asked") %}
+{% call step("magpie", "asked") %}
   {{ on_all }} -m data_prep.magpie --config "$out/configs/magpie.yaml"
 {% endcall %}
 {% endif %}
 {% call step("split", "split") %}
-  python -m data_prep.split {{ source | sh }} --out "$out/split" --heldout {{ heldout }}{{ " --unanswered" if asks }}
+  python -m data_prep.split {{ (asked if asks else data) | sh }} --out "$out/split" --heldout {{ heldout }}{{ " --unanswered" if asks }}
 {% endcall %}
 {% if not own %}
-{% call step("answers", "answers") %}
+{% call step("regenerate", "answers") %}
   {{ on_all }} -m data_prep.regenerate --config "$out/configs/regenerate.yaml" source="$out/split/heldout.jsonl" \
-    out="$out/answers/heldout.jsonl" minutes={{ held_minutes }}
+    out="$out/answers/heldout.jsonl" minutes={{ [0.1 * answer_minutes, 0.5] | max | round(2) }}
   {{ on_all }} -m data_prep.regenerate --config "$out/configs/regenerate.yaml"
 {% endcall %}
 {% endif %}
@@ -39,17 +40,10 @@ fi
   {{ "python" if gpus == 1 else "deepspeed" }} {{ script | sh }} --config "$out/configs/{{ method }}.yaml" \
     $([ -e "$out/{{ method }}/state/latest" ] && echo --resume || true)
 {% endcall %}
-{% if knobs %}
-{% call step("tune", "tune") %}
-  python -m eval.tune --config "$out/configs/tune.yaml"
-{% endcall %}
-{% endif %}
 {% call step("speed", "speed") %}
-  python -m eval.speed --config "$out/configs/speed.yaml"{% if knobs %} \
-    "drafters=$(echo '- drafter: prompt_lookup'; cat "$out/tune/best.yaml")"{% endif %}
-
+  python -m eval.speed --config "$out/configs/speed.yaml"
 {% endcall %}
-{% if exact %}
+{% if "lossless" in seconds %}
 {% call step("lossless", "lossless") %}
   # A drafter that is not lossless ends the script; the card says if too little was tested.
   python -m eval.lossless --config "$out/configs/lossless.yaml" \
@@ -59,7 +53,7 @@ fi
 {% call step("push" if hub else "card", "card") %}
   mkdir -p "$out/card"
   python -m drafters.hub push "$out/{{ method }}" {{ (hub or "you/" ~ name) | sh }} --report "$out/speed"
-  {%- if exact %} --certificate "$out/lossless"{% endif %}
+  {%- if "lossless" in seconds %} --certificate "$out/lossless"{% endif %}
   {%- if not hub %} --card "$out/card/README.md"{% endif %}
 
 {% endcall %}
