@@ -127,8 +127,8 @@ class Drafter:
     def while_verifying(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput) -> None:
         """Called after the launch of the target's forward over ``draft``. On CUDA it may still run: read no values."""
 
-    def rewind(self, state: "DecodeState", kept: int) -> None:
-        """Forget all observed tokens but the first ``kept``. Tokens that follow may be unobserved (a cascade).
+    def rewind(self, state: "DecodeState", length: int) -> None:
+        """Forget all observed tokens but the first ``length``. Tokens that follow may be unobserved (a cascade).
 
         Raises:
             NotImplementedError: the method cannot go back; ``rewinds`` says so beforehand.

@@ -60,20 +60,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quantize", choices=get_args(Quantization), help="the target's layers")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--seed", default="0", help="of sampling; default 0")
-    given = parser.parse(arguments)
-    sampled = validate(Sampled, {"temperature": given.temperature, "seed": given.seed}, "the command line")
-    given.temperature, given.seed = sampled.temperature, sampled.seed
-    method = is_method(given.drafter)
-    options: dict[str, Any] = from_overrides(Options, given.overrides).model_dump()
-    check_model(given.target, "--target")
+    parsed = parser.parse(arguments)
+    sampled = validate(Sampled, {"temperature": parsed.temperature, "seed": parsed.seed}, "the command line")
+    parsed.temperature, parsed.seed = sampled.temperature, sampled.seed
+    method = is_method(parsed.drafter)
+    options: dict[str, Any] = from_overrides(Options, parsed.overrides).model_dump()
+    check_model(parsed.target, "--target")
     if not method:
-        check_model(given.drafter, "--drafter", options.get("revision"))
-    if given.drafter == NONE and given.compare:
+        check_model(parsed.drafter, "--drafter", options.get("revision"))
+    if parsed.drafter == NONE and parsed.compare:
         raise ValueError("--compare decodes without a drafter, too, and --drafter none is that: leave one of them out")
 
     from drafters.cli.chat import run
 
-    run(given, method, options)
+    run(parsed, method, options)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def head_keys(schema: type[BaseModel]) -> set[str]:
 def _apply_overrides(schema: type[BaseModel], data: dict[str, Any], overrides: list[str]) -> None:
     """Set every ``key=value``; raises ValueError if one would undo another, by the same key or a group around it."""
     of_head = head_keys(schema) - data.keys()
-    given: dict[str, str] = {}
+    earlier: dict[str, str] = {}
     for override in overrides:
         (key, equals, text), group, shown = override.partition("="), data, shortened(override)
         if not equals or not key:
@@ -135,9 +135,9 @@ def _apply_overrides(schema: type[BaseModel], data: dict[str, Any], overrides: l
         except yaml.YAMLError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"override {shown}: the value is no valid YAML or JSON ({reason}); quote it") from None
-        if undone := [before for other, before in given.items() if f"{other}.".startswith(f"{key}.")]:
+        if undone := [before for other, before in earlier.items() if f"{other}.".startswith(f"{key}.")]:
             raise ValueError(f"overrides {undone[0]} and {override}: the second would undo the first; give one")
-        given[key] = override
+        earlier[key] = override
 
 
 def _parse_scalar(text: str) -> Any:

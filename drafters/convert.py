@@ -44,20 +44,20 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="2,12,21",
         help="of an EAGLE-3, DFlash or DSpark head: the target's hidden states that it reads, 2 after 2 layers",
     )
-    given = parser.parse(arguments)
-    check_new_folder(given.out, "--out")
-    check_model(given.source, "source", given.revision)
-    check_model(given.target, "--target", given.target_revision)
-    if Path(given.source).is_dir():
-        read_config(Path(given.source), given.source, LOADS_AS_IT_IS)
+    parsed = parser.parse(arguments)
+    check_new_folder(parsed.out, "--out")
+    check_model(parsed.source, "source", parsed.revision)
+    check_model(parsed.target, "--target", parsed.target_revision)
+    if Path(parsed.source).is_dir():
+        read_config(Path(parsed.source), parsed.source, LOADS_AS_IT_IS)
     from drafters.layouts.convert import convert
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        revisions = given.revision, given.target_revision
-        stated = given.layout, given.taps
-        for notice in convert(given.source, given.target, given.out, given.exit_layer, *revisions, *stated):
+        revisions = parsed.revision, parsed.target_revision
+        stated = parsed.layout, parsed.taps
+        for notice in convert(parsed.source, parsed.target, parsed.out, parsed.exit_layer, *revisions, *stated):
             print(f"note: {notice}")
-    print(given.out)
+    print(parsed.out)
 
 
 if __name__ == "__main__":

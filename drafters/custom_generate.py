@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def generate(model: Any, **given: Any) -> Any:
+def generate(model: Any, **options: Any) -> Any:
     """What ``generate`` without ``custom_generate`` returns, sooner; ``model`` is the drafter's target.
 
     Raises:
@@ -23,4 +23,4 @@ def generate(model: Any, **given: Any) -> Any:
         ) from error
     # transformers does not say where it found this file. Its generate, which calls this, knows.
     where = sys._getframe(1).f_locals["custom_generate"]
-    return generate_from(where, model, **given)
+    return generate_from(where, model, **options)

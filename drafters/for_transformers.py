@@ -22,7 +22,7 @@ def generate_from(
     assistant_model: Any = None,
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """``model.generate`` with the drafter in the folder or Hub repository ``where``.
 
@@ -39,7 +39,7 @@ def generate_from(
         loaded[where, revision] = load_drafter(where, target, revision)
     decode = loaded[where, revision].for_transformers(streamer)
     if stop_strings is not None:  # transformers takes the tokenizer from a callable's arguments and forgets it
-        criteria = [*(given.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
-        given["stopping_criteria"] = StoppingCriteriaList(criteria)
-    asked = {name: value for name, value in given.items() if value is not None}
+        criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
+        options["stopping_criteria"] = StoppingCriteriaList(criteria)
+    asked = {name: value for name, value in options.items() if value is not None}
     return type(model).generate(model, custom_generate=decode, **asked)

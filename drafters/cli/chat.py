@@ -237,9 +237,9 @@ class Chat:
 
 def check_text(text: str, name: str) -> None:
     """Raise ValueError if ``text`` has bytes that are not UTF-8; Python decoded them by "surrogateescape"."""
-    if (found := next((char for char in text if "\udc80" <= char <= "\udcff"), None)) is not None:
+    if (byte := next((char for char in text if "\udc80" <= char <= "\udcff"), None)) is not None:
         raise ValueError(
-            f"{name} is not UTF-8, it has the byte 0x{ord(found) - 0xDC00:02x}: set the terminal to UTF-8; convert a "
+            f"{name} is not UTF-8, it has the byte 0x{ord(byte) - 0xDC00:02x}: set the terminal to UTF-8; convert a "
             "file with iconv -t UTF-8"
         )
 
@@ -254,7 +254,7 @@ def handling(number: int, handler: Any) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
+def run(parsed: Namespace, method: bool, options: dict[str, Any]) -> None:
     """Load target and drafter, and talk.
 
     Raises:
@@ -266,35 +266,37 @@ def run(given: Namespace, method: bool, options: dict[str, Any]) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # a wrong byte must not end the conversation: see check_text
     console = Console(highlight=False, markup=False)
     disable_progress_bar()
-    chat = load(console, given, method, options)
+    chat = load(console, parsed, method, options)
     chat.warm_up()
     lossy = "" if chat.drafter.lossless else ", lossy: its answers are not the target's own"
     device, dtype, speeder = chat.target.device, dtype_name(chat.target.dtype), chat.drafter.name
-    precision = f"{given.quantize}, {dtype}" if given.quantize else dtype
-    chat.say(f"[{given.target} ({precision}, {device}), drafter: {speeder}{lossy}; {COMMANDS}]")
+    precision = f"{parsed.quantize}, {dtype}" if parsed.quantize else dtype
+    chat.say(f"[{parsed.target} ({precision}, {device}), drafter: {speeder}{lossy}; {COMMANDS}]")
     # Ctrl-C as KeyboardInterrupt, while a line is read.
     with handling(signal.SIGINT, signal.default_int_handler), handling(signal.SIGTERM, signal.SIG_DFL):
         chat.talk()
 
 
-def load(console: Console, given: Namespace, method: bool, options: dict[str, Any]) -> Chat:
+def load(console: Console, parsed: Namespace, method: bool, options: dict[str, Any]) -> Chat:
     """A new conversation; raises ValueError as ``run`` does."""
-    check_text(given.system or "", "--system")
-    tokenizer = load_bare_tokenizer(given.target)
+    check_text(parsed.system or "", "--system")
+    tokenizer = load_bare_tokenizer(parsed.target)
     if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of {given.target} has no chat template: use a model that was trained for chat")
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ValueError(f"the tokenizer of {given.target} has no tokenizer.json, which printing token by token needs")
-    target = TargetModel.from_pretrained(given.target, given.dtype, quantize=given.quantize)
-    name = "autoregressive" if given.drafter == "none" else given.drafter
-    drafter = make_drafter(name, target, **options) if method else load_drafter(name, target, **options)
-    if given.max_new_tokens >= drafter.max_context:
         raise ValueError(
-            f"--max-new-tokens is {given.max_new_tokens:,}, and {given.target} with this drafter has a context of "
+            f"the tokenizer of {parsed.target} has no chat template: use a model that was trained for chat"
+        )
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(f"the tokenizer of {parsed.target} has no tokenizer.json, which printing token by token needs")
+    target = TargetModel.from_pretrained(parsed.target, parsed.dtype, quantize=parsed.quantize)
+    name = "autoregressive" if parsed.drafter == "none" else parsed.drafter
+    drafter = make_drafter(name, target, **options) if method else load_drafter(name, target, **options)
+    if parsed.max_new_tokens >= drafter.max_context:
+        raise ValueError(
+            f"--max-new-tokens is {parsed.max_new_tokens:,}, and {parsed.target} with this drafter has a context of "
             f"{drafter.max_context:,}: give less"
         )
-    plain = make_drafter("autoregressive", target) if given.compare else None
-    decoding = given.max_new_tokens, given.temperature, given.seed, given.system
+    plain = make_drafter("autoregressive", target) if parsed.compare else None
+    decoding = parsed.max_new_tokens, parsed.temperature, parsed.seed, parsed.system
     chat = Chat(console, target, drafter, plain, tokenizer, *decoding)
     chat.prompt([{"role": "user", "content": "Hello!"}])
     return chat

@@ -36,11 +36,11 @@ class CommandLine(argparse.ArgumentParser):
         if overrides is not None:
             self.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {overrides}")
 
-    def parse(self, given: list[str] | None) -> argparse.Namespace:
-        """Parse ``given``, or this process's arguments; the result's ``command`` is the whole command, for a report."""
-        given = sys.argv[1:] if given is None else given
-        parsed = self.parse_intermixed_args(given)
-        parsed.command = [*self.prog.split(), *given]
+    def parse(self, arguments: list[str] | None) -> argparse.Namespace:
+        """Parse ``arguments``, or this process's; the result's ``command`` is the whole command, for a report."""
+        arguments = sys.argv[1:] if arguments is None else arguments
+        parsed = self.parse_intermixed_args(arguments)
+        parsed.command = [*self.prog.split(), *arguments]
         return parsed
 
 
@@ -55,12 +55,12 @@ def positive(text: str) -> int:
 def above_zero(text: str) -> float:
     """argparse type of a finite number above 0."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = 0.0
-    if not 0.0 < found < math.inf:
+        number = 0.0
+    if not 0.0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, found {text!r}")
-    return found
+    return number
 
 
 class Failure(RuntimeError):
@@ -73,11 +73,11 @@ def run_program(main: Callable[[], int | None]) -> None:
     Until ``main`` enters ``keeping``, nothing can be half-written, so a signal ends the process at once. An import
     would turn a KeyboardInterrupt into another error.
     """
-    own = os.getpid()
+    pid = os.getpid()
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
         _on_signals(_unheard)  # a launcher that also gets Ctrl-C sends SIGTERM right after
-        if os.getpid() == own:  # not in a forked worker
+        if os.getpid() == pid:  # not in a forked worker
             _say(f"interrupted; nothing was begun. To start again: {command()}")
         os._exit(128 + number)
 
@@ -90,21 +90,21 @@ def run_program(main: Callable[[], int | None]) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as error:
         _on_signals(_unheard)
-        kept, number = error.args if len(error.args) == 2 else (f"to start again: {command()}", signal.SIGINT)
-        _say(f"interrupted; {kept}")
+        last_line, number = error.args if len(error.args) == 2 else (f"to start again: {command()}", signal.SIGINT)
+        _say(f"interrupted; {last_line}")
         leave(128 + number)
     if status:
         sys.exit(status)
 
 
 @contextlib.contextmanager
-def keeping(kept: Callable[[], str]) -> Iterator[None]:
+def keeping(last_line: Callable[[], str]) -> Iterator[None]:
     """Raise signals as KeyboardInterrupt while files are written, so that they are closed as after any error.
 
-    A program enters this once, for all of its work; the innermost ``kept`` counts.
+    A program enters this once, for all of its work; the innermost ``last_line`` counts.
 
     Args:
-        kept: returns the program's last line after an interruption: what is saved, and the command that continues.
+        last_line: returns the program's last line after an interruption: what is saved, and the command that continues.
     """
     handler = signal.getsignal(signal.SIGINT)
     # Only in a program: in a test or a notebook, signals stay as they are.
@@ -127,7 +127,7 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         if len(error.args) < 2:
-            error.args = (kept(), *error.args) if error.args else (kept(), signal.SIGINT)
+            error.args = (last_line(), *error.args) if error.args else (last_line(), signal.SIGINT)
         raise
     if ours:
         _on_signals(signal.SIG_DFL)

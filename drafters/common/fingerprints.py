@@ -10,19 +10,19 @@ import logging
 FORMER = 16  # hexadecimal digits of the first half
 
 
-def same_weights(recorded: str, found: str, what: str) -> bool:
+def same_weights(recorded: str, actual: str, what: str) -> bool:
     """Return True if two fingerprints are of the same weights, as far as both cover them.
 
     Logs a warning if one of them has no second half.
 
     Args:
         recorded: the fingerprint that ``what`` names.
-        found: the target's.
+        actual: the target's.
         what: what was made with the target, for the warning ("runs/eagle").
     """
-    shorter, longer = sorted((recorded, found), key=len)
+    shorter, longer = sorted((recorded, actual), key=len)
     if len(shorter) != FORMER:
-        return recorded == found
+        return recorded == actual
     if not longer.startswith(shorter):
         return False
     why = (

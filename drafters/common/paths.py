@@ -72,15 +72,15 @@ def shown_names(value: Any, known: Collection[str], local: Collection[str] = ())
 def names_only(value: Any) -> Any:
     """Return ``value`` (JSON) for publishing: each local path in its strings is replaced by its last component."""
     if isinstance(value, Mapping):
-        found: dict[Any, Any] = {}
+        entries: dict[Any, Any] = {}
         for key, inner in value.items():
             name = shown = names_only(key)
             number = 1
-            while shown in found or (shown != key and shown in value):  # two folders may have files of one name
+            while shown in entries or (shown != key and shown in value):  # two folders may have files of one name
                 number += 1
                 shown = f"{name} ({number})"
-            found[shown] = names_only(inner)
-        return found
+            entries[shown] = names_only(inner)
+        return entries
     if isinstance(value, list | tuple):
         return [names_only(inner) for inner in value]
     if not isinstance(value, str):
@@ -91,7 +91,7 @@ def names_only(value: Any) -> Any:
 
 
 def _without_folders(text: str) -> str:
-    return LOCAL.sub(lambda found: _last_component(found[0]), text)
+    return LOCAL.sub(lambda match: _last_component(match[0]), text)
 
 
 def _last_component(path: str) -> str:

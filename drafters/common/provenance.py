@@ -56,10 +56,10 @@ def library_versions(*names: str) -> dict[str, str]:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
     # torch's package metadata may lack the build.
-    found = {
+    versions = {
         name: str(import_module(name).__version__) if name == "torch" else metadata.version(name) for name in names
     }
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), **versions}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

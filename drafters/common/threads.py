@@ -28,7 +28,7 @@ class Look:
 
     time: float
     all: float
-    own: float
+    ours: float
 
     @classmethod
     def now(cls) -> "Look":
@@ -38,11 +38,11 @@ class Look:
             cores = [times for core, times in enumerate(cores) if core in mine] or cores
         none = "idle", "iowait", "guest", "guest_nice"  # a guest's time is in the user's already
         busy = sum(sum(times) - sum(getattr(times, name, 0.0) for name in none) for times in cores)
-        process, own = psutil.Process(), 0.0
+        process, ours = psutil.Process(), 0.0
         for member in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has ended
-                own += sum(member.cpu_times()[:4])  # children that have ended included
-        return cls(time.monotonic(), busy, own)
+                ours += sum(member.cpu_times()[:4])  # children that have ended included
+        return cls(time.monotonic(), busy, ours)
 
 
 def own_cores() -> int:
@@ -65,7 +65,7 @@ def threads_for(before: Look, now: Look, cores: int, most: int) -> int:
     Args:
         cores: all that the looks are about. most: the process's own limit, as of a quota.
     """
-    others = max(0.0, (now.all - before.all) - (now.own - before.own)) / (now.time - before.time)
+    others = max(0.0, (now.all - before.all) - (now.ours - before.ours)) / (now.time - before.time)
     return max(1, min(most, math.floor(cores - others + 0.5)))
 
 

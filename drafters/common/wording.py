@@ -89,9 +89,9 @@ def json_object(path: Path, source: str) -> dict[str, Any]:
         raise ValueError(f"it holds {name}, which is no number of JSON")
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:  # of JSON and UTF-8
         raise ValueError(f"{source} is not valid JSON ({error}); it may be half-written") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{source} must hold an object of keys and values, found {shortened(found)}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{source} must hold an object of keys and values, found {shortened(content)}")
+    return content

@@ -80,12 +80,12 @@ class FewRows:
         kernel = getattr(library(), f"attend_{DTYPES[queries.dtype]}")
         assert queries.stride()[2:] == keys.stride()[2:] == (width, 1) and keys.stride() == values.stride()
         out = queries.new_empty(batch, rows, heads, width)
-        given = _Attention(
+        arguments = _Attention(
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), None if bias is None else bias.data_ptr()),
             *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1]),
             *(*queries.stride()[:2], *keys.stride()[:2], *bias_strides(bias, queries.dtype), scale),
         )
-        kernel(ctypes.byref(given), width, torch.get_num_threads())
+        kernel(ctypes.byref(arguments), width, torch.get_num_threads())
         return out
 
 
@@ -126,10 +126,10 @@ def most_likely(logits: Tensor) -> Tensor | None:
     if loaded is None:
         return None
     logits = logits.contiguous()
-    found = logits.new_empty(logits.shape[:-1], dtype=torch.long)
+    tokens = logits.new_empty(logits.shape[:-1], dtype=torch.long)
     kernel = getattr(loaded, f"largest_{DTYPES[logits.dtype]}")
-    kernel(logits.data_ptr(), found.numel(), logits.shape[-1], found.data_ptr(), torch.get_num_threads())
-    return found
+    kernel(logits.data_ptr(), tokens.numel(), logits.shape[-1], tokens.data_ptr(), torch.get_num_threads())
+    return tokens
 
 
 class _HugePages:
@@ -320,12 +320,12 @@ def _openmp() -> str:
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     loaded = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
-    found = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp"))]
+    paths = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp"))]
     torchs = str(Path(torch.__file__).resolve().parent)  # as in the maps, also where the environment is a link
-    found.sort(key=lambda path: (not path.startswith(torchs), path))  # other packages (sentencepiece) bring their own
-    if not found:
+    paths.sort(key=lambda path: (not path.startswith(torchs), path))  # other packages (sentencepiece) bring their own
+    if not paths:
         raise ValueError("torch's OpenMP library, libgomp or libiomp5, was not found in this process")
-    return found[0]
+    return paths[0]
 
 
 def _processor() -> str:

@@ -61,8 +61,8 @@ class CpuLayer:
 
     def __init__(self, layer: "FusedLayer") -> None:
         attention, mlp = layer.attention, layer.mlp
-        self._referenced = [(product.own, product.bias) for product in layer.products]
-        products = [own.native(bias) for own, bias in self._referenced if own is not None]
+        self._referenced = [(product.cpu_weight, product.bias) for product in layer.products]
+        products = [weight.native(bias) for weight, bias in self._referenced if weight is not None]
         nothing = PackedProduct(None, None, None, 0, 0, 16)
         heads = attention.head_norm
         norms = self._norms = [layer.attention_norm.weight, None if mlp is None else layer.mlp_norm.weight, heads]
@@ -89,7 +89,7 @@ def cpu_layer(layer: Any) -> CpuLayer | None:
     norms = [layer.attention_norm] if mlp is None else [layer.attention_norm, layer.mlp_norm]
     if mlp is not None and (mlp.experts is not None or mlp.activation is not F.silu or norms[1].weight is None):
         return None
-    if attention.head_dim not in HEAD_DIMS or any(product.own is None for product in layer.products):
+    if attention.head_dim not in HEAD_DIMS or any(product.cpu_weight is None for product in layer.products):
         return None
     others = [*(norm.weight for norm in norms), attention.head_norm, *(product.bias for product in layer.products)]
     if any(other is not None and other.dtype != torch.bfloat16 for other in others):
@@ -133,14 +133,19 @@ class JoinedLayers:
         for start in range(0, batch, some):
             part = slice(start, start + some)
             cos, sin = (angle[part] if angle.shape[0] > 1 else angle for angle in angles)
-            own = bias[part] if bias is not None and bias.shape[0] > 1 else bias
+            added = bias[part] if bias is not None and bias.shape[0] > 1 else bias
             assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
             assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
             forward = _Forward(
-                *(hidden[part].data_ptr(), cos.data_ptr(), sin.data_ptr(), None if own is None else own.data_ptr()),
+                *(
+                    hidden[part].data_ptr(),
+                    cos.data_ptr(),
+                    sin.data_ptr(),
+                    None if added is None else added.data_ptr(),
+                ),
                 *(states[part].data_ptr() for states in (ends, keys, values, out)),
                 *(len(hidden[part]), rows, cos.stride(0) if cos.shape[0] > 1 else 0, keys.stride(0), keys.stride(1)),
-                *kernels.bias_strides(own, hidden.dtype),
+                *kernels.bias_strides(added, hidden.dtype),
             )
             self._run(self._pointers, len(self._pointers), ctypes.byref(forward), step, torch.get_num_threads())
         return out
@@ -150,17 +155,17 @@ def join(layers: "Sequence[PartLayer]", taps: tuple[int, ...]) -> "list[PartLaye
     """Replace every run of consecutive layers of one shape, without a tap between them, by one ``JoinedLayers``."""
     runs: list[list[tuple[PartLayer, CpuLayer | None]]] = []
     for layer in layers:
-        own = cpu_layer(layer.layer)
+        packed = cpu_layer(layer.layer)
         if runs:
             before, other = runs[-1][-1]
             follows = layer[1:] == (before.number + 1, *before[2:]) and layer.number not in taps
-            if follows and own is not None and other is not None and own.shape == other.shape:
-                runs[-1].append((layer, own))
+            if follows and packed is not None and other is not None and packed.shape == other.shape:
+                runs[-1].append((layer, packed))
                 continue
-        runs.append([(layer, own)])
+        runs.append([(layer, packed)])
     joined = []
     for run in runs:
-        native = [own for _, own in run if own is not None]
+        native = [packed for _, packed in run if packed is not None]
         first = run[0][0]
         joined.append(first._replace(layer=JoinedLayers([layer for layer, _ in run], native)) if native else first)
     return joined
@@ -191,13 +196,13 @@ class HeadPass:
 
     def __init__(self, layer: CpuLayer, fc: "Product", lm_head: "Product", embeddings: Tensor, rope: "Rope") -> None:
         loaded = kernels.library()
-        assert loaded is not None and fc.own is not None and lm_head.own is not None
+        assert loaded is not None and fc.cpu_weight is not None and lm_head.cpu_weight is not None
         self._run, self._rope = loaded.pass_over, rope
         # Detached: a module that is cast to another dtype replaces the memory of its parameters.
         biases = [None if part.bias is None else part.bias.detach() for part in (fc, lm_head)]
-        owns, embeddings = (fc.own, lm_head.own), embeddings.detach()
-        self._referenced = layer, owns, biases, embeddings
-        products = [own.native(bias) for own, bias in zip(owns, biases, strict=True)]
+        weights, embeddings = (fc.cpu_weight, lm_head.cpu_weight), embeddings.detach()
+        self._referenced = layer, weights, biases, embeddings
+        products = [weight.native(bias) for weight, bias in zip(weights, biases, strict=True)]
         self._head = _Head(ctypes.addressof(layer.native), *products, embeddings.data_ptr())
 
     def __call__(
@@ -241,14 +246,14 @@ class HeadPass:
         keys, values = cache.keys[0], cache.values[0]
         out = torch.empty(rows, features.shape[1], dtype=features.dtype)
         probabilities, places = (ctypes.c_float * (judged * ranks))(), (ctypes.c_int64 * (judged * ranks))()
-        numbers = [(ctypes.c_int64 * rows)(*given) for given in (parents, tokens, positions)]
-        given = _Pass(
+        numbers = [(ctypes.c_int64 * rows)(*arguments) for arguments in (parents, tokens, positions)]
+        arguments = _Pass(
             *(features.data_ptr(), *map(ctypes.addressof, numbers), cos.data_ptr(), sin.data_ptr()),
             *(None if see is None else ctypes.addressof(see), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
             *(ctypes.addressof(probabilities), ctypes.addressof(places)),
             *(rows, committed, before, keys.stride(1), judged, ranks),
         )
-        self._run(ctypes.byref(self._head), ctypes.byref(given), torch.get_num_threads())
+        self._run(ctypes.byref(self._head), ctypes.byref(arguments), torch.get_num_threads())
         starts = range(0, judged * ranks, ranks)
         return out, [places[at : at + ranks] for at in starts], [probabilities[at : at + ranks] for at in starts]
 
@@ -259,7 +264,8 @@ def head_pass(part: "Part", fc: Any, lm_head: Any, embeddings: Tensor) -> HeadPa
     if layer is None or len(part.layers) != 1 or rope is None or rope.by_length:
         return None
     for product in (fc, lm_head):
-        if getattr(product, "own", None) is None or (product.bias is not None and product.bias.dtype != torch.bfloat16):
+        weight, bias = getattr(product, "cpu_weight", None), product.bias
+        if weight is None or (bias is not None and bias.dtype != torch.bfloat16):
             return None
     fits = embeddings.dtype == torch.bfloat16 and embeddings.device.type == "cpu" and embeddings.is_contiguous()
     return HeadPass(layer, fc, lm_head, embeddings, rope) if fits else None

@@ -102,20 +102,20 @@ def over_vocabulary(model: TargetModel, size: int) -> TargetModel:
 
     Ids beyond the LM head of ``model`` have the logit -inf and the embedding of its last id.
     """
-    own = model.vocab_size
-    if own == size:
+    vocab_size = model.vocab_size
+    if vocab_size == size:
         return model
     resized = copy(model)
     resized.vocab_size = size
 
     def lm_head(features: Tensor) -> Tensor:
-        return F.pad(model.lm_head(features), (0, size - own), value=-torch.inf)  # a negative size cuts
+        return F.pad(model.lm_head(features), (0, size - vocab_size), value=-torch.inf)  # a negative size cuts
 
     def embed(tokens: Tensor) -> Tensor:
-        return model.embed(tokens.clamp_max(own - 1))
+        return model.embed(tokens.clamp_max(vocab_size - 1))
 
     resized.lm_head = lm_head  # type: ignore[method-assign]
-    if own < size:
+    if vocab_size < size:
         resized.embed, resized._parts = embed, {}  # type: ignore[method-assign]  # cached parts contain the embedding
     return resized
 

@@ -149,11 +149,11 @@ def likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTree:
 def rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
     """Keep the ``nodes`` best of the candidates ``[B, C]`` of each batch row, renumbered."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
-    kept = best.sort(dim=-1).values
+    indices = best.sort(dim=-1).values
     number = torch.full_like(tokens, -2)
-    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
-    old = parents.gather(1, kept)
+    number.scatter_(1, indices, torch.arange(indices.shape[1], device=indices.device).expand_as(indices))
+    old = parents.gather(1, indices)
     new = torch.where(old == ROOT, ROOT, number.gather(1, old.clamp_min(0)))
     if new.device.type == "cpu":  # on a GPU the check would synchronise
         assert bool((new > -2).all()), "a draft node was kept without its parent"
-    return DraftTree(tokens.gather(1, kept), new)
+    return DraftTree(tokens.gather(1, indices), new)

@@ -29,13 +29,13 @@ def grow_by_passes(
     tokens: list[int] = []  # of each node so far, in the plan's order
     output_row = {ROOT: 0}  # of an extended node: its row in the latest pass
     attends: dict[int, list[int]] = {ROOT: []}  # of an extended node: the uncommitted cache rows that it attends to
-    parents, given, before = list(range(len(following))), following, 0
+    parents, inputs, before = list(range(len(following))), following, 0
     seen: list[list[int]] | None = None  # None: every row before
     for level in range(plan.above[-1] + 1):
         nodes = [node for node in range(plan.size) if plan.above[node] == level]
         ranks = min(1 + max(plan.ranks[node] for node in nodes), head.width)
         with model_time():
-            features, places, _ = run(features, parents, given, cache, ranks, seen, before, None if level else 1)
+            features, places, _ = run(features, parents, inputs, cache, ranks, seen, before, None if level else 1)
         if level == 0:
             cache.commit_first([len(following)])
             features = features[-1:]
@@ -43,7 +43,7 @@ def grow_by_passes(
         tokens += [named[output_row[plan.parents[node]]][plan.ranks[node]] for node in nodes]
         # The next pass extends the nodes that have children.
         inner = [node for node in nodes if plan.children[node + 1]]
-        parents, given = [output_row[plan.parents[node]] for node in inner], [tokens[node] for node in inner]
+        parents, inputs = [output_row[plan.parents[node]] for node in inner], [tokens[node] for node in inner]
         output_row = {node: row for row, node in enumerate(inner)}
         before = len(attends) - 1
         for node in inner:

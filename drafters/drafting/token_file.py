@@ -43,42 +43,42 @@ def save_tokens(path: Path, content: str, arrays: Mapping[str, np.ndarray], meta
         save_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, temporary, facts)
 
 
-def load_tokens(path: Path, content: str, names: tuple[str, ...], model: TargetModel, made: str) -> list[np.ndarray]:
+def load_tokens(path: Path, content: str, names: tuple[str, ...], model: TargetModel, remedy: str) -> list[np.ndarray]:
     """Map the arrays ``names`` of ``content`` into memory.
 
     Args:
-        made: how such a file is made, for the messages.
+        remedy: how such a file is made, for the messages.
 
     Raises:
         ValueError: no such file, an incomplete or other file, or one of another vocabulary than the model's.
     """
     if not path.is_file():
-        raise ValueError(f"there is no {content} at {path}: {made}")
+        raise ValueError(f"there is no {content} at {path}: {remedy}")
     try:
         with safe_open(readable(path), framework="pt") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no {content}, or only part of one ({error}): {made}") from error
+        raise ValueError(f"{path} is no {content}, or only part of one ({error}): {remedy}") from error
     if (metadata.get("content"), metadata.get("format_version")) != (content, FORMAT_VERSION):
-        raise ValueError(f"{path} is a safetensors file but no {content} of version {FORMAT_VERSION}: {made}")
-    maker, own = metadata.get("model"), model_facts(model)
-    theirs, ours = metadata.get("vocabulary"), own["vocabulary"]  # each is empty without a tokenizer
+        raise ValueError(f"{path} is a safetensors file but no {content} of version {FORMAT_VERSION}: {remedy}")
+    maker, facts = metadata.get("model"), model_facts(model)
+    theirs, ours = metadata.get("vocabulary"), facts["vocabulary"]  # each is empty without a tokenizer
     if theirs and ours and theirs != ours:
         raise ValueError(f"{path} is of {maker}, whose tokenizer is not {model.name}'s: use a {content} of this target")
     # Models of one tokenizer may be padded to different sizes.
-    if metadata.get("vocab_size") != own["vocab_size"] and not (ours and ours == theirs):
+    if metadata.get("vocab_size") != facts["vocab_size"] and not (ours and ours == theirs):
         raise ValueError(
             f"{path} is of {maker}, whose vocabulary has {metadata.get('vocab_size')} tokens; use one of {model.name}"
         )
-    found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
-    if set(found) != set(names) or any(array.dtype != np.int32 or array.ndim != 1 for array in arrays.values()):
-        raise ValueError(f"{path} is damaged: it must hold flat int32 {', '.join(names)}, found {found}; {made}")
+    contents = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+    if set(contents) != set(names) or any(array.dtype != np.int32 or array.ndim != 1 for array in arrays.values()):
+        raise ValueError(f"{path} is damaged: it must hold flat int32 {', '.join(names)}, found {contents}; {remedy}")
     return [arrays[name] for name in names]
 
 
-def check_range(path: Path, name: str, array: np.ndarray, least: int, most: int, made: str) -> None:
+def check_range(path: Path, name: str, array: np.ndarray, least: int, most: int, remedy: str) -> None:
     """Raise ValueError if the ``array`` called ``name`` has values outside of ``least`` to ``most``."""
     if len(array) and not least <= array.min() <= array.max() <= most:
-        found = f"{name} run from {array.min()} to {array.max()}, not from {least} to {most}"
-        raise ValueError(f"{path} is damaged: {found}; {made}")
+        problem = f"{name} run from {array.min()} to {array.max()}, not from {least} to {most}"
+        raise ValueError(f"{path} is damaged: {problem}; {remedy}")

@@ -60,11 +60,11 @@ class TreePlan:
         before = [ROOT]
         for depth in range(1, len(ordered[-1]) + 1 if ordered else 1):
             nodes = [node for node, path in enumerate(ordered) if len(path) == depth]
-            own = [node for node in inner if len(ordered[node]) == depth]
+            extended = [node for node in inner if len(ordered[node]) == depth]
             so_far = [node for node in inner if len(ordered[node]) <= depth]
-            offset = len(so_far) - len(own)
+            offset = len(so_far) - len(extended)
             depths = torch.tensor([[len(ordered[node]) - 1 for node in so_far]], device=device)
-            chosen = torch.tensor(own, dtype=torch.long, device=device)
+            chosen = torch.tensor(extended, dtype=torch.long, device=device)
             ranks = [ordered[node][-1] for node in nodes]
             level = _Level(
                 children=max(ranks) + 1,
@@ -74,7 +74,7 @@ class TreePlan:
                 rows=Rows(offset=offset) if self.is_chain else Rows(see[chosen][None, :, so_far], depths, offset),
             )
             self.levels.append(level)
-            before = own
+            before = extended
 
 
 @lru_cache(maxsize=256)

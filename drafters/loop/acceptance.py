@@ -115,8 +115,8 @@ def _walk_at_once(
         children = children & draft.valid[:, None]
     token = _next_tokens(draft, children, p, uniform, generator)  # [B, N + 1]
     if draft.size:
-        found, node = (children & (draft.tokens[:, None] == token[..., None])).max(2)
-        following = torch.where(found, node + 1, rows)  # the accepted child of each row, or the row itself
+        has_child, node = (children & (draft.tokens[:, None] == token[..., None])).max(2)
+        following = torch.where(has_child, node + 1, rows)  # the accepted child of each row, or the row itself
         for _ in draft.levels:
             at = following.gather(1, at)
     return at[:, 0], token.gather(1, at)[:, 0]

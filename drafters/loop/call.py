@@ -83,7 +83,7 @@ def padding_id(target: TargetModel) -> int | None:
     """The padding token of a target; None if it is unknown or also the BOS token."""
     sources = (getattr(target.model, "generation_config", None), target.config)
     pad, begin = (
-        next((found for source in sources if (found := getattr(source, name, None)) is not None), None)
+        next((value for source in sources if (value := getattr(source, name, None)) is not None), None)
         for name in ("pad_token_id", "bos_token_id")
     )
     return pad if isinstance(pad, int) and pad != begin else None
@@ -100,9 +100,9 @@ def whole(value: Any, name: str) -> int:
 def check_loaded(target: object) -> None:
     """Raise ValueError if ``target`` is no ``TargetModel``, for example a name or a model of transformers."""
     if not isinstance(target, TargetModel):
-        found = with_article(type(target).__name__)
+        kind = with_article(type(target).__name__)
         wrap = "; wrap the loaded model: TargetModel(model)" if hasattr(target, "get_output_embeddings") else ""
-        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}{wrap}")
+        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {kind}{wrap}")
 
 
 def check_seed(value: object) -> int:
@@ -116,8 +116,8 @@ def check_seed(value: object) -> int:
 def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
     """Raise ValueError if prompts, limit, drafter and target do not fit together."""
     if not hasattr(drafter, "propose"):
-        found = with_article(type(drafter).__name__)
-        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
+        kind = with_article(type(drafter).__name__)
+        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {kind}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if drafter.target is not target:
@@ -150,10 +150,10 @@ def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozen
     if eos_token_id is None:
         return frozenset()
     several = eos_token_id if isinstance(eos_token_id, list | tuple | set | frozenset) else [eos_token_id]
-    given = frozenset(whole(token, source) for token in several)
-    if wrong := sorted(token for token in given if not 0 <= token < target.vocab_size):
+    ids = frozenset(whole(token, source) for token in several)
+    if wrong := sorted(token for token in ids if not 0 <= token < target.vocab_size):
         raise ValueError(
             f"{source} is {wrong[0]}, but the vocabulary of {target.name} has {target.vocab_size} tokens: give the id "
             "of a token that ends an answer, or [] for none"
         )
-    return given
+    return ids

@@ -256,10 +256,10 @@ def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:
 def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tensor) -> tuple[FeatureOutput, Tensor]:
     """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
     rows = CHAIN if draft.is_chain else Rows(see, draft.depths(see))
-    given = draft.extra.hidden
-    if given is None:
-        given = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
-    output = state.target.run(given, state.cache, rows, start=draft.extra.resume_layer, taps=drafter.taps)
+    inputs = draft.extra.hidden
+    if inputs is None:
+        inputs = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
+    output = state.target.run(inputs, state.cache, rows, start=draft.extra.resume_layer, taps=drafter.taps)
     features, verified = output.features, 1 + draft.size - draft.extra.scratch
     if draft.extra.scratch:  # keep [root, nodes] and the scratch rows whose logits are wanted
         features = torch.cat(
@@ -278,13 +278,13 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
             verdict.rows[row], verdict.tokens[row] = [], []
             continue
         accepted = len(verdict.rows[row]) - 1
-        kept = state.append(row, verdict.tokens[row])
+        count = state.append(row, verdict.tokens[row])
         # The last committed token is the next root, which has no cache row. If EOS or the limit cut the tokens, it is a
         # draft token, and its row is dropped.
-        verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
+        verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:count], verdict.tokens[row][:count]
         nodes = draft.size - draft.extra.scratch
         steps.append(
-            Step(row, nodes, verdict.depths[row], accepted, kept, 1 + draft.extra.target_forwards, draft.extra.source)
+            Step(row, nodes, verdict.depths[row], accepted, count, 1 + draft.extra.target_forwards, draft.extra.source)
         )
     state.cache.commit(verdict.rows)
     return steps

@@ -213,11 +213,11 @@ def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
         if type(each) in WARPERS and all(getattr(each, name, value) == value for name, value in usual.items())
     ]
     others = kinds != [kind for kind in WARPERS if kind in kinds] or len(warpers) < len(processors)
-    found: dict[str, Any] = {"temperature": 1.0}
+    options: dict[str, Any] = {"temperature": 1.0}
     for each in warpers:
         for name in ("temperature", "top_k", "top_p"):
-            found |= {name: value} if (value := getattr(each, name, None)) is not None else {}
-    return Sampling(**found), others
+            options |= {name: value} if (value := getattr(each, name, None)) is not None else {}
+    return Sampling(**options), others
 
 
 def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
@@ -256,11 +256,11 @@ def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int
     if getattr(cache, "_is_user_defined", False):
         raise ValueError("the cache is our own, found past_key_values: drop it, and give the whole text as input_ids")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    kept = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
-    if (kept.diff(dim=1) < 0).any():
+    present = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
+    if (present.diff(dim=1) < 0).any():
         raise ValueError(
             "attention_mask has zeros behind a one, which is no padding on the left: set tokenizer.padding_side='left'"
         )
-    if positions is not None and not torch.equal((positions * kept), (kept.cumsum(1) - 1) * kept):
+    if positions is not None and not torch.equal((positions * present), (present.cumsum(1) - 1) * present):
         raise ValueError("position_ids other than 0, 1, ... from each row's first token on: drop them")
-    return [row[seen.bool()].tolist() for row, seen in zip(input_ids, kept, strict=True)]
+    return [row[seen.bool()].tolist() for row, seen in zip(input_ids, present, strict=True)]

@@ -111,10 +111,10 @@ class Refilled:
         free = self.free()
         if free < self.enough and self.at_work():
             return True
-        given = [prompt for _ in range(free) if (prompt := next_prompt()) is not None]
-        if given:
-            self.take(given)
-        return len(given) == free
+        prompts = [prompt for _ in range(free) if (prompt := next_prompt()) is not None]
+        if prompts:
+            self.take(prompts)
+        return len(prompts) == free
 
     def take(self, prompts: list[Prompt]) -> None:
         """Prefill prompts and put them into free rows. If all rows are free, the prompts become the new batch."""

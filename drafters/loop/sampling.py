@@ -62,8 +62,8 @@ class Sampling:
             ordered, index = likeliest(logits, probabilities, self.top_p)
             # A token stays while the mass before it is below top_p, so the first one always stays.
             ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
-            kept = torch.zeros_like(probabilities).scatter_(-1, index, ordered)
-            probabilities = kept / kept.sum(-1, keepdim=True)
+            nucleus = torch.zeros_like(probabilities).scatter_(-1, index, ordered)
+            probabilities = nucleus / nucleus.sum(-1, keepdim=True)
         return probabilities
 
     def pick(self, logits: Tensor, generator: torch.Generator | None, q: list[Tensor] | None = None) -> Tensor:

@@ -87,18 +87,18 @@ class DecodeState:
     def append(self, row: int, tokens: list[int]) -> int:
         """Commit tokens to a row, cut at its limit and at its end; return the number committed."""
         room = self.room(row)
-        kept = until(tokens[:room], self.eos)
-        ended = bool(kept) and kept[-1] in self.eos
+        committed = until(tokens[:room], self.eos)
+        ended = bool(committed) and committed[-1] in self.eos
         if self.control is not None:
             before = self.tokens[row][self.prompt_lengths[row] :]
-            for count in range(1, len(kept) + 1):
-                if self.control.ends(row, [*before, *kept[:count]]):
-                    kept, ended = kept[:count], True
+            for count in range(1, len(committed) + 1):
+                if self.control.ends(row, [*before, *committed[:count]]):
+                    committed, ended = committed[:count], True
                     break
-        self.tokens[row].extend(kept)
+        self.tokens[row].extend(committed)
         self._roots = None
-        self.finished[row] = ended or len(kept) == room
-        return len(kept)
+        self.finished[row] = ended or len(committed) == room
+        return len(committed)
 
     def empty_finished(self, cache: KVCache) -> None:
         """Drop the finished rows from a drafter's cache, so that it has room for what the other rows read at once."""

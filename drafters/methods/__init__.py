@@ -79,8 +79,8 @@ def drafter_class(name: str) -> type["Drafter"]:
     """
     check_method(name)
     module, _, kind = METHODS[name].drafter.partition(":")
-    found: type[Drafter] = getattr(import_module(f".{module}", __package__), kind)
-    return found
+    drafter_type: type[Drafter] = getattr(import_module(f".{module}", __package__), kind)
+    return drafter_type
 
 
 def head_shape(name: str) -> type[HeadShape]:

@@ -15,5 +15,5 @@ class AutoregressiveDrafter(Drafter):
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         pass
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
+    def rewind(self, state: DecodeState, length: int) -> None:
         pass

@@ -144,11 +144,12 @@ class FeatureSlots(Slots):
     def _rows(self, parents: Tensor) -> Rows:
         """Mask and positions of nodes that follow ``parents [B, n]``."""
         count, device = parents.shape[1], parents.device
-        own = torch.eye(count, dtype=torch.bool, device=device).expand(len(parents), -1, -1)
+        own_see = torch.eye(count, dtype=torch.bool, device=device).expand(len(parents), -1, -1)
         if self._see is None:
-            see = own
+            see = own_see
         else:
-            see = torch.cat([self._see.gather(1, parents[..., None].expand(-1, -1, self._see.shape[-1])), own], dim=-1)
+            inherited = self._see.gather(1, parents[..., None].expand(-1, -1, self._see.shape[-1]))
+            see = torch.cat([inherited, own_see], dim=-1)
         self._see = see
         self._depths.append(torch.full((1, count), self._depth, device=device))
         return Rows(see, torch.cat(self._depths, dim=1), see.shape[-1] - count)
@@ -181,8 +182,8 @@ class EagleFeatures(FeatureHead):
     def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Tensor:
         if self.inputs == UNSHIFTED:
             rows = zip(state.tokens, self.cache.lengths, counts, strict=True)
-            own = padded([tokens[start : start + count] for tokens, start, count in rows], self.target.device)
-            features = torch.cat([features, self.target.embed(own)], dim=-1)
+            ids = padded([tokens[start : start + count] for tokens, start, count in rows], self.target.device)
+            features = torch.cat([features, self.target.embed(ids)], dim=-1)
         return super().read(features, counts, state)
 
     def extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:

@@ -59,7 +59,7 @@ class AdapterHead(Head):
         super().__init__(target, module)
         self.exit_layer = module.shape.exit_layer
         check_parts(target, self.exit_layer)
-        self.taps, self.given = (self.exit_layer,), options
+        self.taps, self.options = (self.exit_layer,), options
         self.part = target.runner.part(self.module.layers, leave=target.runner.norm(self.module.norm))
         self.lm_heads = [listed_head(target, module, options, getattr(module, "lm_head", None))]
         if options.draft_dtype is not None:
@@ -109,7 +109,7 @@ class ExitSlots(Slots):
 
     def __init__(self, head: AdapterHead, state: DecodeState, root: Tensor, adapted: Tensor) -> None:
         self._head, self._state, self._adapted = head, state, adapted
-        self.states, self.read, self._depth = [root], 0, min(head.given.max_draft_tokens, state.room() - 1)
+        self.states, self.read, self._depth = [root], 0, min(head.options.max_draft_tokens, state.room() - 1)
 
     @cached_property
     def hidden(self) -> Tensor:
@@ -125,7 +125,7 @@ class ExitSlots(Slots):
         names = head.lm_head.tokens(tokens)
         self.states.append(head.target.shallow(names, self._state.cache, head.exit_layer, head.rows[level]))
         done = level + 1 == self._depth or not len(head.plan.levels[level].inner)
-        return not (done or uncertain(self._logits[:, 0], head.given))
+        return not (done or uncertain(self._logits[:, 0], head.options))
 
     def follow(self, tokens: Tensor, parents: Tensor) -> None:
         level = self._head.plan.levels[len(self.states) - 2]

@@ -66,9 +66,8 @@ class ParallelHeads(Head):
 
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
         super().__init__(target, module)
-        own = module.lm_heads()
-        self.lm_heads = [listed_head(target, module, options, each) for each in own]
-        self.lm_heads = self.lm_heads or [listed_head(target, module, options)]
+        lm_heads: list[nn.Linear | None] = [*module.lm_heads()] or [None]
+        self.lm_heads = [listed_head(target, module, options, each) for each in lm_heads]
         # The first blocks of all heads read the same feature and are one product.
         linear, blocks, width = target.runner.linear, module.blocks(), target.hidden_size
         first = nn.Linear(width, len(module) * width, device="meta")
@@ -130,6 +129,7 @@ class MedusaDrafter(LearnedDrafter):
     shape: ClassVar[type[MedusaShape]] = MedusaShape
     module_class = MedusaHeads
     options: ClassVar[type[Config]] = MedusaOptions
+    settings: MedusaOptions
     card_title = "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))"
     max_batch = None
     follows = True
@@ -138,7 +138,7 @@ class MedusaDrafter(LearnedDrafter):
 
     def __init__(self, target: TargetModel, module: nn.Module, options: MedusaOptions) -> None:
         super().__init__(target, module, options)
-        self.given, self.lossless = options, options.accept == "lossless"
+        self.lossless = options.accept == "lossless"
         head = ParallelHeads(target, self.module, options)  # type: ignore[arg-type]
         self.hold(head, shaped(options, head, head.module.shape.heads))
         self.shaper.greedily = not self.lossless
@@ -146,7 +146,7 @@ class MedusaDrafter(LearnedDrafter):
     def rule(self, sampling: Sampling) -> Rule:
         if self.lossless or sampling.greedy:
             return super().rule(sampling)
-        return Typical(self.given.epsilon, self.given.delta)
+        return Typical(self.settings.epsilon, self.settings.delta)
 
 
 def shaped(options: MedusaOptions, head: ParallelHeads, heads: int) -> Shaper:

@@ -67,9 +67,9 @@ class PromptLookupDrafter(Retrieval):
         match = index.latest()[0] if tokens else 0
         return Copy(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
+    def rewind(self, state: DecodeState, length: int) -> None:
         for index in self._rows:
-            index.forget(kept)
+            index.forget(length)
 
 
 class NgramIndex:
@@ -94,14 +94,14 @@ class NgramIndex:
                 self._ends.setdefault(ngram, []).append(end)
         self._tokens += tokens[len(self._tokens) :]
 
-    def forget(self, kept: int) -> None:
-        """Forget all but the first ``kept`` tokens."""
-        for end in range(len(self._tokens) - 1, kept - 1, -1):
+    def forget(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        for end in range(len(self._tokens) - 1, length - 1, -1):
             for ngram in self._ending(self._tokens, end):
                 self._ends[ngram].pop()
                 if not self._ends[ngram]:
                     del self._ends[ngram]
-        del self._tokens[kept:]
+        del self._tokens[length:]
 
     def _ending(self, tokens: list[int], end: int) -> list[tuple[int, ...]]:
         """The n-grams that end before ``tokens[end]``."""

@@ -68,15 +68,15 @@ class SpeculativeDrafter(DraftModelDrafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         right = [max(len(verdict.own_rows(row, draft.size)) - 1, 0) for row in range(state.batch)]
         rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
-        self._cache.crop([min(known, len(tokens) - max(len(path) - own, 1)) for known, tokens, path, own in rows])
+        self._cache.crop([min(known, len(tokens) - max(len(path) - count, 1)) for known, tokens, path, count in rows])
         if self.policy is not None and draft.size:
             self.policy.learn(chain_plan(draft.size, self.target.device), draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """Nothing to do: ``propose`` reads the tokens that the draft model has not read."""
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
-        self._cache.crop([min(self._cache.lengths[0], kept)])
+    def rewind(self, state: DecodeState, length: int) -> None:
+        self._cache.crop([min(self._cache.lengths[0], length)])
 
     def _unread(self, state: DecodeState, counts: list[int]) -> Tensor:
         """The next ``counts`` tokens ``[B, R]`` of each row that the draft model has not read."""

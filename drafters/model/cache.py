@@ -137,19 +137,19 @@ class KVCache:
 
     def commit(self, rows: list[list[int]]) -> None:
         """Keep, for batch row ``b``, the rows ``rows[b]`` counted from its length (ascending), and forget the rest."""
-        for b, kept in enumerate(rows):
+        for b, slots in enumerate(rows):
             start = self.lengths[b]
             prefix = 0  # rows that already lie where they belong
-            while prefix < len(kept) and kept[prefix] == prefix:
+            while prefix < len(slots) and slots[prefix] == prefix:
                 prefix += 1
-            if prefix < len(kept):
-                moved = torch.tensor([start + row for row in kept[prefix:]])
-                target = slice(start + prefix, start + len(kept))
+            if prefix < len(slots):
+                moved = torch.tensor([start + row for row in slots[prefix:]])
+                target = slice(start + prefix, start + len(slots))
                 for keys, values in self._parts:
                     source = moved.to(keys.device)
                     keys[:, b, :, target] = keys[:, b].index_select(2, source)
                     values[:, b, :, target] = values[:, b].index_select(2, source)
-            self.lengths[b] = start + len(kept)
+            self.lengths[b] = start + len(slots)
 
     def commit_first(self, counts: list[int]) -> None:
         """Keep, for batch row ``b``, the first ``counts[b]`` rows after its length, and forget the rest."""
@@ -221,11 +221,11 @@ class CachePool:
     def give_up(self) -> list[Storage]:
         """Hand over all free storages, so that their memory can be freed."""
         gc.collect()  # storages of unreachable caches become free
-        given = []
+        storages = []
         for free in self._free.values():
-            given += free
+            storages += free
             free.clear()
-        return given
+        return storages
 
 
 def config_shapes(config: PretrainedConfig, layers: int | None = None) -> list[Shape]:

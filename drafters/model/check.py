@@ -73,8 +73,8 @@ def check_target(target: "TargetModel") -> None:
     except torch.OutOfMemoryError:
         raise
     except (TypeError, AttributeError, RuntimeError, KeyError, IndexError, ValueError) as failure:
-        told = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-        raise ValueError(f"{name} does not take a tree of tokens on engine {target.engine!r}: {told}") from failure
+        reason = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+        raise ValueError(f"{name} does not take a tree of tokens on engine {target.engine!r}: {reason}") from failure
     if not expected.isfinite().all():
         others = {torch.float16: "; load it with float32 or bfloat16", torch.bfloat16: "; load it with float32"}
         advice = others.get(target.dtype, "")
@@ -116,12 +116,12 @@ def _errors_and_limits(
     """Yield the error of the worst group of rows and that of the third worst, each with its limit."""
     pairs = [(rows, text[: len(rows)]) for rows, text in zip(tree, expected, strict=True)]
     errors, least = _by_group([off(*rows) for rows in pairs]), _few_roundings(target)
-    own = torch.zeros_like(errors)
+    rounding = torch.zeros_like(errors)
     if errors.max() > least:
         draws = _rounding(target, texts, expected)  # [DRAWS, 2, ROWS]
-        own = torch.stack([_by_group([first, second[:-SHORTER]]) for first, second in draws]).amax(0)
+        rounding = torch.stack([_by_group([first, second[:-SHORTER]]) for first, second in draws]).amax(0)
     for place, times in LIMITS.items():
-        limits = (times * own).clamp_min(least)
+        limits = (times * rounding).clamp_min(least)
         group = (errors / limits).topk(place).indices[-1]
         yield errors[group].item(), limits[group].item()
 
@@ -211,7 +211,7 @@ def _ordinary_tokens(target: "TargetModel") -> Tensor:
 def _last_steps(target: "TargetModel", ids: Tensor) -> tuple[Tensor, Tensor]:
     """Values up to ``LOGITS`` in place of the LM head's output, and the logits that the model makes of them."""
 
-    def ramp(output: Tensor, *given: Any) -> Tensor:
+    def ramp(output: Tensor, *arguments: Any) -> Tensor:
         return torch.linspace(-LOGITS, LOGITS, output.numel(), device=output.device).to(output).view_as(output)
 
     head = target.model.get_output_embeddings()
@@ -232,8 +232,8 @@ def _over_a_tree(target: "TargetModel", texts: Tensor) -> list[Tensor]:
     cache.commit_first([1, 1])
     tree = torch.cat([rest[:, 1:2], texts[:, 1:2], rest[:, 2:]], dim=1)
     last = target.run(tree, cache, _bystander(tree.shape[1], target.device)).features
-    found = torch.cat([root, last[:, :1], last[:, 2:]], dim=1)  # [2, ROWS - PROMPT, H]
-    return [torch.cat([prompts[row, :n], found[row]]) for row, n in enumerate(lengths)]
+    features = torch.cat([root, last[:, :1], last[:, 2:]], dim=1)  # [2, ROWS - PROMPT, H]
+    return [torch.cat([prompts[row, :n], features[row]]) for row, n in enumerate(lengths)]
 
 
 def _bystander(count: int, device: torch.device) -> Rows:

@@ -27,9 +27,9 @@ def check_values(name: str, config: PretrainedConfig) -> None:
         if _is_no_size(size, value := vars(config).get(key)):
             most = f", at most {MOST_LAYERS:,}" if size == LAYERS else ""
             raise _wrong(name, key, value, f"{size}: a whole number of 1 or more{most}")
-    given = getattr(config, "quantization_config", None)
-    if isinstance(given, dict) and not METHODS & given.keys():
-        raise _wrong(name, "quantization_config", given, "without quant_method")
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and not METHODS & quantization.keys():
+        raise _wrong(name, "quantization_config", quantization, "without quant_method")
 
 
 def wrong_key(
@@ -59,8 +59,8 @@ def _is_no_size(size: str, value: Any) -> bool:
 
 
 def _wrong(name: str, key: str, value: Any, reason: str) -> ValueError:
-    told = "null" if value is None else shortened(value)
-    return ValueError(f"{name}: {key} is {told} in config.json ({reason}); correct it, or take it out")
+    shown = "null" if value is None else shortened(value)
+    return ValueError(f"{name}: {key} is {shown} in config.json ({reason}); correct it, or take it out")
 
 
 def _without_one(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:

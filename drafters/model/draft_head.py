@@ -55,7 +55,7 @@ class DraftHead:
 
     Args:
         model: whose LM head it is. ids: ``[N]`` the tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
-        own: the drafter's own LM head, used instead of the model's; it may have the rows of ``ids`` only.
+        lm_head: the drafter's own LM head, used instead of the model's; it may have the rows of ``ids`` only.
 
     Attributes:
         enter: what features go through before the LM head.
@@ -68,7 +68,7 @@ class DraftHead:
         model: TargetModel,
         ids: Tensor | None = None,
         dtype: Literal["int8"] | None = None,
-        own: nn.Linear | None = None,
+        lm_head: nn.Linear | None = None,
         text: int = 0,
     ) -> None:
         self.model, self.dtype, self.text = model, dtype, text
@@ -81,17 +81,17 @@ class DraftHead:
         self._product: Product | None = None
         self._change: LogitChange | None = None
         self._text: TextTokens | None = None
-        kept = draft_dtype(dtype, model.device)
-        if ids is None and kept is None and own is None:
+        quantization = draft_dtype(dtype, model.device)
+        if ids is None and quantization is None and lm_head is None:
             return
-        head = own or model.model.get_output_embeddings()
-        self._change = None if own is not None else model.logit_change
+        head = lm_head or model.model.get_output_embeddings()
+        self._change = None if lm_head is not None else model.logit_change
         self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        reduced = own is not None and own.out_features < rows
+        reduced = lm_head is not None and lm_head.out_features < rows
         weight, bias = self._outputs(None if reduced else self.ids)
         self._product = Product(weight, bias, changing=text)
-        if kept is not None:
-            self._product.quantize(kept)
+        if quantization is not None:
+            self._product.quantize(quantization)
         if ids is not None and text:
             frequent, spare = ids[:-text].tolist(), ids[-text:].tolist()
             self._text = TextTokens(frequent, spare, rows)
@@ -180,15 +180,15 @@ def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
 
 
 def listed_head(
-    target: TargetModel, module: nn.Module, options: DraftHeadOptions, own: nn.Linear | None = None
+    target: TargetModel, module: nn.Module, options: DraftHeadOptions, lm_head: nn.Linear | None = None
 ) -> DraftHead:
-    """The target's LM head, or the drafter's ``own``, over the tokens that the ``module``'s ids list.
+    """Return the target's LM head, or the drafter's ``lm_head``, over the tokens that the ``module``'s ids list.
 
     Raises:
         ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
     """
     ids, text = kept_ids(getattr(module, DRAFT_IDS, None), options, target.vocab_size, "the checkpoint")
-    return DraftHead(target, ids, options.draft_dtype, own, text)
+    return DraftHead(target, ids, options.draft_dtype, lm_head, text)
 
 
 def own_head(target: TargetModel, module: Any, dtype: Literal["int8"] | None) -> DraftHead:

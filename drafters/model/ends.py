@@ -115,9 +115,9 @@ def load_norm(
     weights = Weights(name, revision, config, stored_tensors(name, revision))
     norm = final_norm(model := meta_model(config))
     names = {id(one): key for key, one in model.named_parameters()}
-    own = {key: weights.read(weights.stored_name(model, names[id(one)])) for key, one in norm.named_parameters()}
+    tensors = {key: weights.read(weights.stored_name(model, names[id(one)])) for key, one in norm.named_parameters()}
     norm = norm.to_empty(device=device)
-    norm.load_state_dict(own)
+    norm.load_state_dict(tensors)
     return norm.to(resolve_dtype(dtype)).requires_grad_(False)
 
 

@@ -54,12 +54,12 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         ValueError: there is no such device, or a GPU is named and there is none.
     """
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ValueError(f"device is {str(device)!r}, which is none; give cpu, cuda or cuda:1, say") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r}, but no GPU is visible here; leave it out or set device=cpu")
-    return found
+    return device
 
 
 def load_config_only(name: str, revision: str | None = None, may_be_file: bool = False) -> PretrainedConfig:
@@ -74,27 +74,27 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     if not (may_be_file and Path(name).is_file()):
         check_loadable(name, revision)
     whole: Any = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
-    found = whole if getattr(whole, "text_config", None) is None else _text_model(whole, str(name), revision)
-    check_values(str(name), found)
-    return found
+    config = whole if getattr(whole, "text_config", None) is None else _text_model(whole, str(name), revision)
+    check_values(str(name), config)
+    return config
 
 
 def _text_model(whole: Any, name: str, revision: str | None) -> PretrainedConfig:
     """The configuration of a multimodal model's text model."""
-    found = whole.text_config
-    if not isinstance(found, PretrainedConfig):
-        raise ValueError(f"{name}: text_config is {shortened(found)} in config.json, and {whole.model_type} has none")
-    if not with_causal_lm(found):
+    config = whole.text_config
+    if not isinstance(config, PretrainedConfig):
+        raise ValueError(f"{name}: text_config is {shortened(config)} in config.json, and {whole.model_type} has none")
+    if not with_causal_lm(config):
         raise ValueError(
             f"{name} is a multimodal model ({whole.model_type}), and transformers has no causal LM for its text "
-            f"model ({found.model_type}); give another target"
+            f"model ({config.model_type}); give another target"
         )
     # What the file says of the whole model holds, then the text model's flag. The default of the whole model's class
     # is no statement of the file.
     written = PretrainedConfig.get_config_dict(name, revision=revision or "main")[0].get(TIED)
-    found.tie_word_embeddings = getattr(found, TIED, whole.tie_word_embeddings) if written is None else written
-    found.name_or_path = name
-    return found
+    config.tie_word_embeddings = getattr(config, TIED, whole.tie_word_embeddings) if written is None else written
+    config.name_or_path = name
+    return config
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -108,8 +108,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     except Exception as error:
         kind, name = type(config), str(config.name_or_path)
         with quiet():
-            found = wrong_key(name, error, config.to_dict(), lambda values: _empty(kind.from_dict(values)))
-        raise found or not_loaded(error, name, "causal LM", "the config.json of one") from error
+            key_error = wrong_key(name, error, config.to_dict(), lambda values: _empty(kind.from_dict(values)))
+        raise key_error or not_loaded(error, name, "causal LM", "the config.json of one") from error
 
 
 def _empty(config: PretrainedConfig) -> PreTrainedModel:
@@ -140,17 +140,17 @@ def _from_pretrained(kind: Any, name: str, revision: str | None, what: str, need
             values, _ = PretrainedConfig.get_config_dict(str(name), revision=revision or "main")
             values["model_type"] = values.pop("model_type", None)  # the last to be left out: any family would do
             with quiet():
-                found = wrong_key(str(name), error, values, _config_of)
-            if found is not None:
-                raise found from error
+                key_error = wrong_key(str(name), error, values, _config_of)
+            if key_error is not None:
+                raise key_error from error
         raise not_loaded(error, name, what, needs) from error
 
 
 def _config_of(values: dict[str, Any]) -> PretrainedConfig:
     """The configuration with the content ``values`` of a config.json; without a family, one of any family."""
     assert isinstance(values.get("auto_map", {}), dict)  # AutoConfig looks into it
-    found: PretrainedConfig = CONFIG_MAPPING[values.get("model_type", "llama")].from_dict(values)
-    return found
+    config: PretrainedConfig = CONFIG_MAPPING[values.get("model_type", "llama")].from_dict(values)
+    return config
 
 
 def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError:
@@ -180,7 +180,7 @@ def weight_map(index: Path) -> dict[str, str]:
     """
     try:
         whole = json.loads(index.read_text(encoding="utf-8"))
-        found: dict[str, Any] = dict(whole["weight_map"])
+        files: dict[str, Any] = dict(whole["weight_map"])
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{index} is damaged ({error}); download it again") from None
     if not isinstance(metadata := whole.get("metadata"), dict):
@@ -188,13 +188,13 @@ def weight_map(index: Path) -> dict[str, str]:
             f"{index}: metadata is {shortened(metadata)}, expected an object, which transformers needs; add "
             '"metadata": {}'
         )
-    for shard in found.values():
+    for shard in files.values():
         path = Path(str(shard))
         if path.suffix != ".safetensors" or path.is_absolute() or ".." in path.parts:
             raise ValueError(
                 f"{index} names {shortened(shard)} as a file of weights; it must be a .safetensors beside it"
             )
-    return found
+    return files
 
 
 def refuse_integers(path: str | Path, name: str, dtype: str) -> None:
@@ -210,8 +210,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on ``device``."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free within torch's own pool
-    return torch.cuda.mem_get_info(device)[0] + own
+    free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free within torch's own pool
+    return torch.cuda.mem_get_info(device)[0] + free
 
 
 def collect_memory() -> None:

@@ -45,10 +45,10 @@ def of_model(model: PreTrainedModel) -> str:
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and stored buffers by name; a tied one only once."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    weights: dict[int, tuple[str, Tensor]] = {}
     for name, part in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(part), (name, part))
-    return dict(found.values())
+        weights.setdefault(id(part), (name, part))
+    return dict(weights.values())
 
 
 def stored_shapes(empty: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -89,14 +89,14 @@ def digest(tensors: Iterable[tuple[str, Tensor]], samples: int | None) -> str:
 @torch.no_grad()
 def _hash(tensor: Tensor, samples: int | None) -> str:
     """A hash of the values of one tensor, or of ``samples`` evenly spaced samples."""
-    values, found = tensor.detach().reshape(-1), hashlib.sha256()
+    values, sha = tensor.detach().reshape(-1), hashlib.sha256()
     if samples is not None and samples * SAMPLE < values.numel():
         room = values.numel() - SAMPLE
         starts = [room * (2 * index + 1) // (2 * samples) for index in range(samples)]
         values = torch.cat([values[start : start + SAMPLE] for start in starts])
     for chunk in values.split(CHUNK):
-        found.update(_bytes(chunk))
-    return found.hexdigest()
+        sha.update(_bytes(chunk))
+    return sha.hexdigest()
 
 
 def _bytes(values: Tensor) -> bytes:
@@ -111,11 +111,11 @@ def _bytes(values: Tensor) -> bytes:
 
 def former_fingerprint(config: PretrainedConfig, norm: Tensor | None = None, projection: Tensor | None = None) -> str:
     """Return the first half: of the shape, the final norm and the first row of the last layer's attention weight."""
-    found = hashlib.sha256(",".join(f"{name}={getattr(config, name, None)}" for name in SHAPE).encode())
+    sha = hashlib.sha256(",".join(f"{name}={getattr(config, name, None)}" for name in SHAPE).encode())
     if norm is not None and projection is not None:
         for values in (norm, projection[0]):
-            found.update(_bytes(values.detach().reshape(-1).float()))
-    return found.hexdigest()[:16]
+            sha.update(_bytes(values.detach().reshape(-1).float()))
+    return sha.hexdigest()[:16]
 
 
 def former_names(config: PretrainedConfig, names: Collection[str]) -> tuple[str, ...]:

@@ -111,11 +111,11 @@ class GraphRunner(Runner):
 
     def free(self) -> None:
         """Free the memory of unused caches, and what was captured with them."""
-        given = self._caches.give_up()
+        storages = self._caches.give_up()
         for part in self._parts:
-            for key in [key for key in part.captured if key[0] in given]:
+            for key in [key for key in part.captured if key[0] in storages]:
                 del part.captured[key]
-        del given
+        del storages
         if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
             self._pool = None  # a pool whose graphs are all gone takes no others
         collect_memory()
@@ -151,8 +151,8 @@ class GraphRunner(Runner):
         captured.replay()
         assert captured.outputs is not None
         hidden, collected = captured.outputs
-        own = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
-        return hidden[:, : rows.count].clone(), own
+        copies = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
+        return hidden[:, : rows.count].clone(), copies
 
     def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
         """Capture ``forward``; returns what replays it. If that fails, None, and no forward is captured from now on;
@@ -168,8 +168,8 @@ class GraphRunner(Runner):
                     return self._graph_of(forward, device)
             except torch.OutOfMemoryError as error:
                 if again:
-                    told = str(error).splitlines()[0]
-                    logging.getLogger(__name__).warning("a forward is run without a graph: %s", told)
+                    reason = str(error).splitlines()[0]
+                    logging.getLogger(__name__).warning("a forward is run without a graph: %s", reason)
             except RuntimeError as error:
                 self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
                 logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
@@ -182,7 +182,7 @@ class GraphRunner(Runner):
         # runner's graphs may run at the same time (a draft model's), and go away before these do.
         if self._streams is None:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        side, own = self._streams
+        side, stream = self._streams
         # Warm up, on a side stream: libraries set themselves up in the first calls, which a graph may not hold.
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -194,7 +194,7 @@ class GraphRunner(Runner):
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Threads that read training data call CUDA, too, while tau is measured: only this one's calls matter.
-        with torch.cuda.graph(graph, pool=self._pool, stream=own, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             forward()
         replay: Callable[[], None] = graph.replay
         return replay
@@ -218,14 +218,14 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
             runner.run(whole, [tokens[:, :6]], cache)
             cache.commit_first([6, 4])
         for turn in range(2):
-            for count, rows, kept in ((1, CHAIN, [[0], [0]]), (5, Rows(see, see.sum(-1) - 1), [[0, 2, 4], [0]])):
+            for count, rows, accepted in ((1, CHAIN, [[0], [0]]), (5, Rows(see, see.sum(-1) - 1), [[0, 2, 4], [0]])):
                 fed = [tokens[:, turn : turn + count]]
                 theirs, ours = (
                     runner.run(whole, fed, cache, rows)[0] for runner, cache in zip(runners, caches, strict=True)
                 )
                 most = max(most, off(ours, theirs).median().item())
                 for cache in caches:
-                    cache.commit(kept)
+                    cache.commit(accepted)
     except RuntimeError as failure:
         return str(failure).splitlines()[0]
     finally:

@@ -48,12 +48,12 @@ def load_head(
         if "base" not in config:
             raise ValueError(f"adapter: {adapter} is a whole drafter; give it as the checkpoint, and no adapter")
     _check_base(name, config["base"], base, base_config, weights)
-    found = adapter_config(name, revision)
-    if found is None:
+    lora = adapter_config(name, revision)
+    if lora is None:
         raise ValueError(f"{name} holds no {ADAPTER_CONFIG_FILE}, which tells LoRA's scale; save the adapter again")
     merged = config | {"drafter": base_config["drafter"] | config["drafter"]}
     del merged["base"]
-    return merged, _merged(weights, name, found, revision)
+    return merged, _merged(weights, name, lora, revision)
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -72,10 +72,10 @@ def _check_base(
     """Raise ValueError unless ``base`` is the drafter that the adapter ``name`` was trained on."""
     if "base" in base_config:
         raise ValueError(f"{base} is an adapter itself, and {name} is for the drafter {wanted['name']!r}; give that")
-    if (given := fingerprint(weights)) != wanted["fingerprint"]:
+    if (actual := fingerprint(weights)) != wanted["fingerprint"]:
         raise ValueError(
             f"the adapter {name} was trained on the drafter {wanted['name']!r} (fingerprint {wanted['fingerprint']}), "
-            f"and {base} is another (fingerprint {given}); give the one it was trained on as the checkpoint, or train "
+            f"and {base} is another (fingerprint {actual}); give the one it was trained on as the checkpoint, or train "
             f"an adapter on {base} (lora and init_from in the training's config)"
         )
 

@@ -45,13 +45,13 @@ class Product:
         self.weight, self.bias, self.changing = weight, bias, changing
         self.quantized: Int8 | Int4 | None = None
         # The weight as the kernels of ``drafters/cpu`` read it; None if torch multiplies it.
-        self.own = backend.pack(weight.detach()) if _has_room(weight) else None
-        self.packed = _onednn_layout(weight[: len(weight) - changing]) if self.own is None else None
+        self.cpu_weight = backend.pack(weight.detach()) if _has_room(weight) else None
+        self.packed = _onednn_layout(weight[: len(weight) - changing]) if self.cpu_weight is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
-        few = self.own is not None and x.numel() <= self.own.most_rows * x.shape[-1] and not derived(x)
-        multiply: Any = self.quantized or (self.own if few else None)
+        few = self.cpu_weight is not None and x.numel() <= self.cpu_weight.most_rows * x.shape[-1] and not derived(x)
+        multiply: Any = self.quantized or (self.cpu_weight if few else None)
         if multiply is not None:
             out = multiply(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
@@ -82,7 +82,7 @@ class Product:
             ValueError: int4 of a number of inputs that no group size divides.
         """
         self.quantized = Int8(self.weight) if kind == "int8" else Int4(self.weight)
-        self.weight, self.own, self.packed = self.weight.new_empty(0), self.quantized.own, None
+        self.weight, self.cpu_weight, self.packed = self.weight.new_empty(0), self.quantized.cpu_weight, None
 
     def put(self, outputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Replace the rows ``outputs [n]``, all among the last ``changing``, by ``weight [n, inputs]``."""
@@ -91,8 +91,8 @@ class Product:
             self.quantized.put(outputs, weight)
         else:
             self.weight[outputs] = weight
-            if self.own is not None:
-                self.own.put(outputs, weight)
+            if self.cpu_weight is not None:
+                self.cpu_weight.put(outputs, weight)
         if self.bias is not None and bias is not None:
             self.bias[outputs] = bias
 
@@ -102,17 +102,17 @@ class Int8:
 
     def __init__(self, weight: Tensor) -> None:
         self.values, self.scales = _as_int8(weight)
-        self.own = backend.pack(self.values, self.scales)
+        self.cpu_weight = backend.pack(self.values, self.scales)
         # On a CPU it reads 16 inputs at a time. On CUDA each thread reads a whole row, which is slower than a product.
-        self.kernel = self.own is None and weight.device.type == "cpu" and weight.shape[1] % 16 == 0
-        if self.own is not None:
-            self.values = self.own.tiles
+        self.kernel = self.cpu_weight is None and weight.device.type == "cpu" and weight.shape[1] % 16 == 0
+        if self.cpu_weight is not None:
+            self.values = self.cpu_weight.tiles
         self.nbytes = self.values.nbytes + self.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
-        if self.own is not None:
-            return self.own(x)
+        if self.cpu_weight is not None:
+            return self.cpu_weight(x)
         if self.kernel:
             return torch._weight_int8pack_mm(x, self.values, self.scales)
         return F.linear(x, self.values.to(x.dtype)) * self.scales
@@ -120,8 +120,8 @@ class Int8:
     def put(self, outputs: Tensor, weight: Tensor) -> None:
         """Replace the rows ``outputs``."""
         values, self.scales[outputs] = _as_int8(weight)
-        if self.own is not None:
-            self.own.put(outputs, values, self.scales[outputs])
+        if self.cpu_weight is not None:
+            self.cpu_weight.put(outputs, values, self.scales[outputs])
         else:
             self.values[outputs] = values
 
@@ -154,18 +154,18 @@ class Int4:
         values, scales, middles = (torch.cat(parts) for parts in zip(*fitted, strict=True))
         values = values.view(outputs, inputs)
         self.scales_and_zeros = torch.stack([scales.t(), middles.t()], dim=-1).contiguous()
-        self.own = backend.pack(values, scales, middles)
-        self.kernel = self.own is None and _int4_kernel(weight.device, weight.dtype, outputs, inputs)
-        if self.own is not None:
-            self.values, self.scales_and_zeros = self.own.tiles, self.scales_and_zeros.new_empty(0)
+        self.cpu_weight = backend.pack(values, scales, middles)
+        self.kernel = self.cpu_weight is None and _int4_kernel(weight.device, weight.dtype, outputs, inputs)
+        if self.cpu_weight is not None:
+            self.values, self.scales_and_zeros = self.cpu_weight.tiles, self.scales_and_zeros.new_empty(0)
         else:
             self.values = _int4_layout(values.int()) if self.kernel else _two_a_byte(values)
         self.nbytes = self.values.nbytes + self.scales_and_zeros.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
-        if self.own is not None:
-            return self.own(x)
+        if self.cpu_weight is not None:
+            return self.cpu_weight(x)
         return self._through_kernel(x) if self.kernel else F.linear(x, self.spread(self.values))
 
     def _through_kernel(self, x: Tensor) -> Tensor:
@@ -260,8 +260,8 @@ def draft_dtype(wanted: Quantization | None, device: torch.device) -> Quantizati
     """In which type what drafts is read there: ``wanted``, but as it is (None) where that would only take longer."""
     if wanted is None or device.type != "cuda":
         return wanted
-    told = f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}"
-    logging.get_logger(__name__).warning_once(told)
+    text = f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}"
+    logging.get_logger(__name__).warning_once(text)
     return None
 
 

@@ -171,8 +171,8 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
 
 def layer_devices(model: Any, layers: nn.ModuleList) -> list[torch.device] | None:
     """Return each decoder layer's device; None if the whole model is on one device."""
-    found = [next(layer.parameters()).device for layer in layers]
-    return found if len({weights.device for weights in model.parameters()}) > 1 else None
+    devices = [next(layer.parameters()).device for layer in layers]
+    return devices if len({weights.device for weights in model.parameters()}) > 1 else None
 
 
 def is_only_moved(module: nn.Module) -> bool:
@@ -192,20 +192,20 @@ def adapter_config(name: str, revision: str | None = None) -> dict[str, Any] | N
     if path is None:
         return None
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
-        kind, base = found["peft_type"], found[BASE]
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+        kind, base = config["peft_type"], config[BASE]
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{path} is damaged ({error}); save the adapter again") from None
     if kind != "LORA":
         raise ValueError(f"{name} is an adapter of type {shortened(kind)}, and only LORA is merged; {MERGE}")
-    if on := [key for key in OFF if found.get(key) not in (None, False, "none", [])]:
+    if on := [key for key in OFF if config.get(key) not in (None, False, "none", [])]:
         raise ValueError(f"{name} is an adapter with {', '.join(on)}, and only plain LoRA is merged; {MERGE}")
     if not isinstance(base, str) or base in ("", name):
         raise ValueError(
             f"{path}: {BASE} is {shortened(base)}; set it to the folder or Hub repository of the model "
             "that the adapter is for"
         )
-    return found
+    return config
 
 
 def merge_adapter(model: Model, name: str, config: dict[str, Any], revision: str | None) -> Model:
@@ -221,8 +221,8 @@ def merge_adapter(model: Model, name: str, config: dict[str, Any], revision: str
     path = _adapter_file(name, ADAPTER_WEIGHTS_FILE, revision)
     if path is None:
         raise ValueError(f"{name} has no {ADAPTER_WEIGHTS_FILE}; save the adapter again, as safetensors")
-    given = {key: config[key] for key in TAKEN if config.get(key) is not None}
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**given))
+    options = {key: config[key] for key in TAKEN if config.get(key) is not None}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**options))
     weights = load_file(path)
     wanted = peft.get_peft_model_state_dict(wrapped)
     shapes, known = ({key: value.shape for key, value in each.items()} for each in (weights, wanted))

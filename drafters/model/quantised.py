@@ -32,8 +32,8 @@ def quantisation(config: PretrainedConfig) -> str | None:
 
 def options(config: PretrainedConfig) -> dict[str, Any]:
     """``quantization_config``, which transformers keeps as a mapping or as an object of its own."""
-    given = config.quantization_config
-    return dict(given if isinstance(given, dict) else given.to_dict())
+    value = config.quantization_config
+    return dict(value if isinstance(value, dict) else value.to_dict())
 
 
 def to_load(name: str, config: PretrainedConfig, device: torch.device) -> PretrainedConfig:
@@ -47,18 +47,18 @@ def to_load(name: str, config: PretrainedConfig, device: torch.device) -> Pretra
     """
     if (method := quantisation(config)) is None:
         return config
-    given = options(config)
+    settings = options(config)
     plain = method in WITH_KERNELS and (device.type == "cpu" or find_spec("kernels") is None)
     if method == "compressed-tensors":
-        groups = (given.get("config_groups") or {}).values()
+        groups = (settings.get("config_groups") or {}).values()
         plain = not any(isinstance(group, dict) and group.get("input_activations") for group in groups)
-    found = copy.deepcopy(config)
-    found.quantization_config = given | ({"dequantize": True} if plain else {})
-    _check(name, method, found.quantization_config, device)
-    return found
+    config = copy.deepcopy(config)
+    config.quantization_config = settings | ({"dequantize": True} if plain else {})
+    _check(name, method, config.quantization_config, device)
+    return config
 
 
-def _check(name: str, method: str, given: dict[str, Any], device: torch.device) -> None:
+def _check(name: str, method: str, settings: dict[str, Any], device: torch.device) -> None:
     """Raise ValueError where transformers cannot load a checkpoint that is quantised so."""
     instead = "or give the model that it was made from"
     if missing := [package for package in PACKAGES.get(method, ()) if find_spec(package) is None]:
@@ -66,7 +66,7 @@ def _check(name: str, method: str, given: dict[str, Any], device: torch.device) 
         raise ValueError(f"{name} is quantised ({method}), and that needs a package: pip install {packages}; {instead}")
     try:
         with quiet():
-            quantizer = AutoHfQuantizer.from_config(given, pre_quantized=True)
+            quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
             quantizer.validate_environment(device_map={"": str(device)}, weights_only=True)
     except (ImportError, RuntimeError, ValueError) as error:
         said = str(error).strip().splitlines()[0].rstrip(".")

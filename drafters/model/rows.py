@@ -74,9 +74,9 @@ class Placed:
 
     def positions(self) -> Tensor:
         """``[B, R]``."""
-        own = self.depths[:, self.offset :]
+        depths = self.depths[:, self.offset :]
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
-        return (first + own).expand(len(self.lengths), -1)
+        return (first + depths).expand(len(self.lengths), -1)
 
     def mask(self, scope: Scope = EVERYTHING, always: bool = False) -> Tensor | None:
         """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one row that sees everything, or a causal
@@ -182,12 +182,12 @@ class BufferedRows:
             self.lengths.copy_(known, non_blocking=True)
         self.offset.fill_(rows.offset)
         order = torch.arange(self.see.shape[2], device=self.device)
-        own = (rows.offset + torch.arange(self.count, device=self.device))[:, None]
+        indices = (rows.offset + torch.arange(self.count, device=self.device))[:, None]
         # Of rows that are padding, itself is all one need see; of a chain, all before it.
         if rows.see is None:
-            self.see.copy_(order[None] <= own)
+            self.see.copy_(order[None] <= indices)
         else:
-            self.see.copy_(order[None] == own)
+            self.see.copy_(order[None] == indices)
             self.see[:, : rows.count, : rows.see.shape[2]].copy_(rows.see)
         self.depths.copy_(order)
         self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
@@ -198,8 +198,8 @@ class BufferedRows:
 
     def positions(self) -> Tensor:
         """``[B, R]``."""
-        own = (self.offset + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
-        return self.lengths[:, None] + self.depths[:, own]
+        indices = (self.offset + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
+        return self.lengths[:, None] + self.depths[:, indices]
 
     def biases(
         self, positions: Tensor, windows: frozenset[int | None], groups: int, dtype: torch.dtype

@@ -45,9 +45,9 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
 
 
-def identity(given: Any) -> Any:
-    """Return ``given`` unchanged."""
-    return given
+def identity(value: Any) -> Any:
+    """Return ``value`` unchanged."""
+    return value
 
 
 class PartLayer(NamedTuple):
@@ -184,16 +184,16 @@ class Runner:
         config = self.model.config if rotary is None else rotary.config
         fused = not any(why_not(layer, config) for layer in layers)
         kind = FusedLayer if fused else StockLayer
-        own = [PartLayer(kind(layer), number, window) for number, layer in enumerate(layers)]
+        part_layers = [PartLayer(kind(layer), number, window) for number, layer in enumerate(layers)]
         rope = self._rope_of(rotary, fused)
         if not rope.by_length:
             rope.table(1)  # an error comes here, not in the first step
-        return Part(own, enter, leave, rope)
+        return Part(part_layers, enter, leave, rope)
 
     def forward(
         self,
         target: "TargetModel",
-        given: Tensor,
+        inputs: Tensor,
         cache: KVCache | None,
         rows: Rows = CHAIN,
         taps: tuple[int, ...] = (),
@@ -201,7 +201,7 @@ class Runner:
         stop: int | None = None,
     ) -> tuple[Tensor, Taps]:
         """As ``TargetModel.run``; with ``stop``, the states after that many layers."""
-        return self.run(target.part(start, stop), [given], cache, rows, taps)
+        return self.run(target.part(start, stop), [inputs], cache, rows, taps)
 
     def run(
         self,

@@ -138,7 +138,7 @@ class StockRunner(Runner):
     def forward(
         self,
         target: "TargetModel",
-        given: Tensor,
+        inputs: Tensor,
         cache: KVCache | None,
         rows: Rows = CHAIN,
         taps: tuple[int, ...] = (),
@@ -146,14 +146,14 @@ class StockRunner(Runner):
         stop: int | None = None,
     ) -> tuple[Tensor, Taps]:
         """Run the model itself over the new rows."""
-        batch, count = given.shape[:2]
+        batch, count = inputs.shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
-        placed = Placed(rows, lengths, count, given.device)
+        placed = Placed(rows, lengths, count, inputs.device)
         if cache is not None:
             cache.at(count, rows.offset)
         # A draft model may be given ids of its target that it does not have.
-        ids = given.dim() == 2
-        named: dict[str, Any] = {"input_ids": given.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": given}
+        ids = inputs.dim() == 2
+        named: dict[str, Any] = {"input_ids": inputs.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": inputs}
         own_mask = rows is CHAIN and not any(lengths)  # the model's own causal mask needs no memory
         if not own_mask:
             masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in self.scopes.items()}
@@ -162,13 +162,13 @@ class StockRunner(Runner):
             named["position_ids"] = placed.positions().clamp_max(self._last_position)
         if cache is not None:
             named["past_key_values"] = LayerCache(cache)
-        states = self._noted.states = {start: given} if start else {}
+        states = self._noted.states = {start: inputs} if start else {}
         try:
-            with model_time(), attention_kernels(given.device):
+            with model_time(), attention_kernels(inputs.device):
                 hidden = self._between(start, stop, taps)(**named, use_cache=cache is not None).last_hidden_state
         finally:
             self._noted.states = {}
-        return hidden.to(given.device), {tap: states[tap].to(given.device) for tap in taps}
+        return hidden.to(inputs.device), {tap: states[tap].to(inputs.device) for tap in taps}
 
     def _between(self, start: int, stop: int | None, taps: tuple[int, ...]) -> Any:
         """Return the body with the layers from ``start`` to ``stop`` only, which notes the states at ``taps``.
@@ -196,16 +196,16 @@ class _Noted(threading.local):
     def __init__(self) -> None:
         self.states: Taps = {}
 
-    def output(self, tap: int, output: Any, *given: Any, **named: Any) -> Any:
+    def output(self, tap: int, output: Any, *arguments: Any, **named: Any) -> Any:
         self.states[tap] = output[0] if isinstance(output, tuple) else output
         return output
 
-    def entry(self, output: Any, *given: Any, **named: Any) -> Any:
-        self.states[0] = given[0] if given else named["hidden_states"]
+    def entry(self, output: Any, *arguments: Any, **named: Any) -> Any:
+        self.states[0] = arguments[0] if arguments else named["hidden_states"]
         return output
 
 
-class _Given(nn.Module):
+class _PassThrough(nn.Module):
     """Takes the place of a model's body, or of its LM head: its output is what it was given."""
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -216,10 +216,10 @@ class _Given(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.replaced[0], name)
 
-    def forward(self, given: Tensor | None = None, *args: Any, **named: Any) -> Any:
+    def forward(self, states: Tensor | None = None, *args: Any, **named: Any) -> Any:
         if "inputs_embeds" in named:
             return _Output(last_hidden_state=named["inputs_embeds"])
-        return given
+        return states
 
 
 class _Output(BaseModelOutputWithPast):
@@ -259,20 +259,20 @@ def logit_change(model: PreTrainedModel) -> LogitChange | None:
     if id(head) not in names or id(body) not in names:
         return None
     for part in (head, body):
-        bare._modules[names[id(part)]] = _Given(part)
+        bare._modules[names[id(part)]] = _PassThrough(part)
     with torch.device("cpu"):  # a model without contents is asked, too
         sizes = torch.tensor([1e-3, 30.0, 1e6], dtype=torch.float32)
-        given = torch.linspace(-1, 1, 257, dtype=torch.float32).repeat(3) * sizes.repeat_interleave(257)
+        values = torch.linspace(-1, 1, 257, dtype=torch.float32).repeat(3) * sizes.repeat_interleave(257)
         try:
-            found = bare(inputs_embeds=given[None, None], use_cache=False).logits[0, 0].float()
+            logits = bare(inputs_embeds=values[None, None], use_cache=False).logits[0, 0].float()
         except (RuntimeError, AttributeError, TypeError) as error:
             raise ValueError(f"{type(model).__name__} does not take states in place of tokens: {error}") from error
-        scale, cap = (found[256] / given[256]).item(), None
-        if found[-1] < 0.9 * scale * given[-1]:
-            cap = found[-1].item()
+        scale, cap = (logits[256] / values[256]).item(), None
+        if logits[-1] < 0.9 * scale * values[-1]:
+            cap = logits[-1].item()
         change = LogitChange(float(f"{scale:.6g}"), cap)
         if change == (1.0, None):
             return None
-        if not torch.allclose(change(given), found, rtol=1e-3):
+        if not torch.allclose(change(values), logits, rtol=1e-3):
             raise ValueError(f"{type(model).__name__} changes its logits by more than a scale and a cap")
         return change

@@ -141,7 +141,7 @@ class TargetModel:
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'stock'")
         for fused, layer in zip(self.layers, self._stock_layers, strict=True):
             fused.quantize(layer, kind)
-        if isinstance(self._lm_head, Product) and self._lm_head.own is not None:
+        if isinstance(self._lm_head, Product) and self._lm_head.cpu_weight is not None:
             self._lm_head.quantize("int8")
 
     @classmethod
@@ -281,17 +281,17 @@ class TargetModel:
         return self.run(input_ids, None, taps=taps)
 
     def run(
-        self, given: Tensor, cache: KVCache | None, rows: Rows = CHAIN, *, start: int = 0, taps: tuple[int, ...] = ()
+        self, inputs: Tensor, cache: KVCache | None, rows: Rows = CHAIN, *, start: int = 0, taps: tuple[int, ...] = ()
     ) -> FeatureOutput:
         """Run the layers from ``start`` on, and the final norm, over R new rows that follow the cache's committed rows.
 
         Args:
-            given: ``[B, R]`` ids; or ``[B, R, H]``, the hidden states that enter layer ``start``.
+            inputs: ``[B, R]`` ids; or ``[B, R, H]``, the hidden states that enter layer ``start``.
             cache: where the rows' keys and values go; None attends within the R rows only.
             rows: their mask and positions; by default a chain.
             taps: hidden states to hand out, by the number of layers before them.
         """
-        return FeatureOutput(*self.runner.forward(self, given, cache, rows, taps, start))
+        return FeatureOutput(*self.runner.forward(self, inputs, cache, rows, taps, start))
 
     def shallow(self, tokens: Tensor, cache: KVCache | None, stop: int, rows: Rows = CHAIN) -> Tensor:
         """Hidden states ``[B, R, H]`` after the first ``stop`` layers alone, from where ``run`` can go on."""
@@ -343,7 +343,7 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
     if engine not in (None, "graphs", "fused", "stock"):
         raise ValueError(f"engine is {engine!r}; give graphs, fused or stock")
     if engine != "stock":
-        reasons = [found for layer in decoder_layers(body_of(model)) if (found := why_not(layer, model.config))]
+        reasons = [reason for layer in decoder_layers(body_of(model)) if (reason := why_not(layer, model.config))]
         if method := quantisation(model.config):
             reasons.insert(0, f"its weights are quantised ({method})")
         if not reasons:

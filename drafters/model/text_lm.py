@@ -44,15 +44,15 @@ def with_causal_lm(config: PretrainedConfig) -> bool:
         return True
     if not kind.endswith("_text") or kind not in MODEL_MAPPING_NAMES:
         return False
-    found: Any = type(config)
-    config.__class__ = _own_class(found)
+    config_class: Any = type(config)
+    config.__class__ = _own_class(config_class)
     return True
 
 
 @cache
 def _own_class(kind: Any) -> Any:
     """A configuration class with a causal LM. transformers ignores what is registered for classes of its own."""
-    own: Any = type(kind.__name__, (kind,), {"__module__": __name__})
-    model: Any = type(f"{kind.__name__.removesuffix('Config')}ForCausalLM", (TextLM,), {"config_class": own})
-    AutoModelForCausalLM.register(own, model)
-    return own
+    config_class: Any = type(kind.__name__, (kind,), {"__module__": __name__})
+    model: Any = type(f"{kind.__name__.removesuffix('Config')}ForCausalLM", (TextLM,), {"config_class": config_class})
+    AutoModelForCausalLM.register(config_class, model)
+    return config_class

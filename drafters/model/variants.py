@@ -59,5 +59,5 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module[0], name)
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.read(self.module[0](*given, **named), *given, **named)
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.read(self.module[0](*arguments, **named), *arguments, **named)

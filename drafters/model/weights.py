@@ -186,19 +186,20 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
     Raises:
         ValueError: no such files, damaged ones, two sets of them, or a tensor that two of them hold.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in weight_files(name, revision):
         for key, (dtype, shape) in _header(name, file, revision).items():
-            if key in found:
-                raise ValueError(f"{name}: {key} is in {found[key].file} and in {file}; remove the file that is stale")
-            found[key] = Stored(file, dtype, shape, key)
-    renamed = {key: key for key in found}
+            if key in tensors:
+                first = tensors[key].file
+                raise ValueError(f"{name}: {key} is in {first} and in {file}; remove the file that is stale")
+            tensors[key] = Stored(file, dtype, shape, key)
+    renamed = {key: key for key in tensors}
     for pattern, name in TEXT_NAMES.items():
         renamed = {key: re.sub(pattern, name, new) for key, new in renamed.items()}
-    if renamed == {key: key for key in found}:
-        return {key: place for key, place in found.items() if not key.startswith(VISION)}
-    text = [key for key in found if renamed[key] != key or key.startswith("lm_head.")]
-    return {renamed[key]: found[key] for key in text}
+    if renamed == {key: key for key in tensors}:
+        return {key: place for key, place in tensors.items() if not key.startswith(VISION)}
+    text = [key for key in tensors if renamed[key] != key or key.startswith("lm_head.")]
+    return {renamed[key]: tensors[key] for key in text}
 
 
 def quantised_bytes(name: str, revision: str | None, config: PretrainedConfig) -> int | None:
@@ -257,12 +258,12 @@ def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]
     unexpected = set(info["unexpected_keys"])
     if quantisation(config) is not None:  # scales are the quantiser's own affair
         unexpected = {key for key in unexpected if key.endswith((".bias", ".weight"))}
-    found = {
+    differences = {
         "missing": set(info["missing_keys"]),
         "unexpected": unexpected,
         "of another shape": {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]},
     }
-    if wrong := [f"{what}: {_listed(keys)}" for what, keys in found.items() if keys]:
+    if wrong := [f"{what}: {_listed(keys)}" for what, keys in differences.items() if keys]:
         layers = getattr(config, "num_hidden_layers", "no")
         raise ValueError(
             f"{name}: its tensors are not those that its config.json describes ({layers} layers of "
@@ -290,7 +291,7 @@ _answers: dict[str, dict[str, Any]] = {}
 def _loading_info(name: str, weights: Weights) -> dict[str, Any]:
     """``_differences``, computed: transformers builds the model twice."""
     fp8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-    given = {
+    tensors = {
         key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")
         for key, (_, dtype, shape, _) in weights.stored.items()
     }
@@ -302,7 +303,7 @@ def _loading_info(name: str, weights: Weights) -> dict[str, Any]:
             _, info = type(empty).from_pretrained(
                 None,
                 config=config,
-                state_dict=given,
+                state_dict=tensors,
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

@@ -127,12 +127,12 @@ def time_plans(
     room = max(min(4 * margin, target.max_context - context - margin), 2)
     generator = torch.Generator(device=target.device).manual_seed(0)
     rule, state = drafter.rule(sampling), None
-    found: list[list[PlanTime]] = [[] for _ in plans]
+    all_times: list[list[PlanTime]] = [[] for _ in plans]
     began = time.perf_counter()
     for done in range(ROUNDS):
         if done > 1 and time.perf_counter() - began > SECONDS:
             break
-        for plan, times in zip(plans, found, strict=True):
+        for plan, times in zip(plans, all_times, strict=True):
             use(plan)
             for _ in range(IN_A_ROW):
                 if state is None or state.room() <= margin or all(state.finished):
@@ -144,7 +144,7 @@ def time_plans(
                 step(state, drafter, rule, lambda marks=marks: marks.append(_now(target.device)))  # type: ignore[misc]
             times.append(PlanTime(marks[1] - marks[0], marks[3] - marks[1]))
     # The first round warms up: kernels are chosen, graphs captured.
-    return [PlanTime(*(median(part) for part in zip(*times[1:], strict=True))) for times in found]
+    return [PlanTime(*(median(part) for part in zip(*times[1:], strict=True))) for times in all_times]
 
 
 def _now(device: torch.device) -> float:
@@ -219,25 +219,25 @@ def cached(target: TargetModel, key: Mapping[str, Any], measure: Callable[[], An
     text = json.dumps({**key, **_machine(target)}, sort_keys=True, default=str)
     if text in _known:
         return _known[text]
-    given = os.environ.get(CACHE)
-    folder = Path(given).expanduser() if given else user_cache()
+    override = os.environ.get(CACHE)
+    folder = Path(override).expanduser() if override else user_cache()
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-    found = None
+    value = None
     if os.environ.get(AGAIN) != "1":
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            found = stored["measured"] if stored["key"] == text else None
+            value = stored["measured"] if stored["key"] == text else None
         except (OSError, ValueError, LookupError, TypeError):
-            found = None
-    if found is None:
-        found = measure()
+            value = None
+    if value is None:
+        value = measure()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_json(path, {"key": text, "measured": found})
+            replace_json(path, {"key": text, "measured": value})
         except OSError as error:
             logging.getLogger(__name__).info("step costs are not cached: %s", error)
-    _known[text] = found
-    return found
+    _known[text] = value
+    return value
 
 
 def _machine(target: TargetModel) -> dict[str, Any]:

@@ -76,12 +76,12 @@ class Rates:
 
     def hazards(self) -> Hazards:
         """Counted hazards. A depth without a prior of its own has a little less than the depth before."""
-        found: Hazards = []
+        hazards: Hazards = []
         for depth, counts in enumerate(self._counts):
-            given = depth < len(self._prior)
-            prior = self._prior[depth] if given else [DEPTH_DECAY * value for value in found[-1]]
-            found.append([count.value(before) for count, before in zip(counts, prior, strict=True)])
-        return found
+            has_prior = depth < len(self._prior)
+            prior = self._prior[depth] if has_prior else [DEPTH_DECAY * value for value in hazards[-1]]
+            hazards.append([count.value(before) for count, before in zip(counts, prior, strict=True)])
+        return hazards
 
     def acceptance(self) -> Acceptance:
         """The same as unconditional probabilities of each rank."""
@@ -90,12 +90,12 @@ class Rates:
 
 def acceptance_of(hazards: Sequence[float]) -> list[float]:
     """Acceptance of each rank at one depth, from the hazards."""
-    found: list[float] = []
+    acceptance: list[float] = []
     left = 1.0
     for hazard in hazards:
-        found.append(min(left * hazard, found[-1] if found else 1.0))
+        acceptance.append(min(left * hazard, acceptance[-1] if acceptance else 1.0))
         left *= 1.0 - hazard
-    return found
+    return acceptance
 
 
 def likeliest(acceptance: Acceptance, depth: int) -> Iterator[tuple[float, Path]]:

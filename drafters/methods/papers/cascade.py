@@ -89,22 +89,22 @@ class CascadeDrafter(DraftModelDrafter):
         q = torch.cat(self._q)[None, : len(tokens)] if self._q else None
         return DraftTree.chain(torch.tensor([tokens], device=self.target.device), q=q)
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
-        self._shared = min(self._shared, kept)
+    def rewind(self, state: DecodeState, length: int) -> None:
+        self._shared = min(self._shared, length)
 
     def _follow(self, tokens: list[int]) -> None:
         """Rewind the draft model to the last token that it shares with the committed ``tokens``, and read the rest."""
-        inner, kept = self._state, self._shared
+        inner, shared = self._state, self._shared
         drafted, cache = inner.tokens[0], inner.cache
-        while kept < min(len(drafted), len(tokens) - 1) and drafted[kept] == tokens[kept]:
-            kept += 1
-        cache.crop([min(cache.lengths[0], kept)])
+        while shared < min(len(drafted), len(tokens) - 1) and drafted[shared] == tokens[shared]:
+            shared += 1
+        cache.crop([min(cache.lengths[0], shared)])
         pending = tokens[cache.lengths[0] : -1]
         if pending:
             self.draft_model.run(torch.tensor([pending], device=self.draft_model.device), cache)
             cache.commit_first([len(pending)])
         inner.replace(0, list(tokens))
-        self.inner.rewind(inner, kept)
+        self.inner.rewind(inner, shared)
         self._shared = len(tokens)
 
     def _rule(self, sampling: Sampling) -> Any:

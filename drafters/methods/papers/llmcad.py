@@ -76,16 +76,16 @@ class TokenTree:
 
     def extend(self, q: list[list[float]], tokens: list[list[int]]) -> None:
         """Extend the branches by one token, given the likeliest ``tokens`` after each of ``level`` and their ``q``."""
-        found = [
+        candidates = [
             (confidence * chance, parent, token)
             for parent, confidence, chances, choices in zip(self.level, self.confidence, q, tokens, strict=True)
             for chance, token in zip(chances, choices, strict=True)
         ]
-        found = sorted(found, key=lambda branch: -branch[0])[: self.branches]
+        candidates = sorted(candidates, key=lambda branch: -branch[0])[: self.branches]
         length = 1 + (self.lengths[self.level[0]] if self.tokens else 0)
-        total = sum(branch[0] for branch in found)
-        others = [branch for branch in found[1:] if self.nodes * branch[0] >= length * total]  # f(x) >= 0
-        chosen = [found[0], *others][: self.nodes - len(self.tokens)]
+        total = sum(branch[0] for branch in candidates)
+        others = [branch for branch in candidates[1:] if self.nodes * branch[0] >= length * total]  # f(x) >= 0
+        chosen = [candidates[0], *others][: self.nodes - len(self.tokens)]
         first = len(self.tokens)
         self.level = list(range(first, first + len(chosen)))
         self.confidence = [confidence for confidence, _, _ in chosen]

@@ -106,9 +106,9 @@ class LookaheadDrafter(Drafter):
         if self.from_output:
             self._read_text(state)
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
-        # Pool and window hold only guesses and can stay. N-grams that extended beyond ``kept`` are read again.
-        self._read = min(self._read, max(kept - self.pool.tail, 0))
+    def rewind(self, state: DecodeState, length: int) -> None:
+        # Pool and window hold only guesses and can stay. N-grams that extended beyond ``length`` are read again.
+        self._read = min(self._read, max(length - self.pool.tail, 0))
 
     def save_pool(self, path: str | Path) -> None:
         """Write the pool to a file for the option ``pool``; raises OSError if it cannot be written."""

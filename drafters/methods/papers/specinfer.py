@@ -72,9 +72,9 @@ class SpecInferDrafter(Drafter):
             # Each model keeps the part of its own draft that is on the accepted path.
             speculator.rewind(state, self._known + draft.shared(index, verdict.rows[0]))
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
+    def rewind(self, state: DecodeState, length: int) -> None:
         for speculator in self.speculators:
-            speculator.rewind(state, kept)
+            speculator.rewind(state, length)
 
 
 def verify_stochastic(

@@ -74,8 +74,8 @@ class SpecTrDrafter(DraftModelDrafter):
         # Commit the rows of the accepted draft. Its last token has none.
         self._cache.commit([[level * k + index for level in range(min(accepted, gamma - 1))]])
 
-    def rewind(self, state: DecodeState, kept: int) -> None:
-        self._cache.crop([min(self._cache.lengths[0], kept)])
+    def rewind(self, state: DecodeState, length: int) -> None:
+        self._cache.crop([min(self._cache.lengths[0], length)])
 
     def _draw(self, features: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw tokens ``[k, gamma]`` and return them with their distributions q ``[k, gamma, W]``.
