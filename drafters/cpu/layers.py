@@ -137,12 +137,7 @@ class JoinedLayers:
             assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
             assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
             forward = _Forward(
-                *(
-                    hidden[part].data_ptr(),
-                    cos.data_ptr(),
-                    sin.data_ptr(),
-                    None if added is None else added.data_ptr(),
-                ),
+                *(hidden[part].data_ptr(), cos.data_ptr(), sin.data_ptr(), None if added is None else added.data_ptr()),
                 *(states[part].data_ptr() for states in (ends, keys, values, out)),
                 *(len(hidden[part]), rows, cos.stride(0) if cos.shape[0] > 1 else 0, keys.stride(0), keys.stride(1)),
                 *kernels.bias_strides(added, hidden.dtype),
@@ -246,7 +241,7 @@ class HeadPass:
         keys, values = cache.keys[0], cache.values[0]
         out = torch.empty(rows, features.shape[1], dtype=features.dtype)
         probabilities, places = (ctypes.c_float * (judged * ranks))(), (ctypes.c_int64 * (judged * ranks))()
-        numbers = [(ctypes.c_int64 * rows)(*arguments) for arguments in (parents, tokens, positions)]
+        numbers = [(ctypes.c_int64 * rows)(*each) for each in (parents, tokens, positions)]
         arguments = _Pass(
             *(features.data_ptr(), *map(ctypes.addressof, numbers), cos.data_ptr(), sin.data_ptr()),
             *(None if see is None else ctypes.addressof(see), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
