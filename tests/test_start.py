@@ -160,6 +160,10 @@ def test_from_a_model_alone_to_answers(
 
 @pytest.fixture
 def facts(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
+    return described(target_folder, monkeypatch)
+
+
+def described(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
     """Facts of a machine that is described, not measured: 10,000 dialogues of 200 tokens, half of them in answers."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(write, "check_training", lambda config, facts: None)  # which the dry run's tests check

@@ -29,7 +29,12 @@ def trained_methods() -> list[str]:
 
 def started_methods() -> list[str]:
     """The methods that train.start trains: those with a template of their training's config."""
-    return [name for name in trained_methods() if (TEMPLATES / f"{name}.yaml").is_file()]
+    return [name for name in trained_methods() if any((folder / f"{name}.yaml").is_file() for folder in templates())]
+
+
+def templates() -> list[Path]:
+    """The folders with the templates of train.start."""
+    return [Path(folder) / "plan" / "templates" for folder in import_module("train").__path__]
 
 
 def schema_of(method: str) -> type[TrainConfig]:
@@ -294,7 +299,6 @@ class BoostConfig(Config):
 
 
 START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
-TEMPLATES = Path(__file__).with_name("plan") / "templates"  # of the other ones
 
 
 class StartConfig(Config):

@@ -55,7 +55,7 @@ class DFlashTask(Task):
     drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {"tree": "chain"}, "tree": {"tree": "tree"}}
 
     def __init__(self, config: DFlashConfig, ends: FrozenEnds) -> None:
-        super().__init__(config.settled(lambda: ends.config.num_hidden_layers), ends)
+        super().__init__(config, ends)
         head: Any = self.module
         self.layers_config, self.block_rows, self.slots = head.config, head.shape.rows, head.shape.slots
         self.against_logits = config.target_weight > 0

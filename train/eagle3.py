@@ -55,7 +55,7 @@ class Eagle3Task(Task):
     }
 
     def __init__(self, config: Eagle3Config, ends: FrozenEnds) -> None:
-        super().__init__(config.settled(lambda: ends.config.num_hidden_layers), ends)
+        super().__init__(config, ends)
         self.predictions = self.passes = config.ttt_steps
         head: Any = self.module
         self.layers_config = head.config

@@ -162,6 +162,7 @@ def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[s
         ValueError: no store to take lengths from, or too few dialogues for ``gradient_accumulation``.
     """
     device, target = resolve_device(), config_of_shape(shape)
+    config = config.settled(lambda: target.num_hidden_layers)
     torch.manual_seed(config.seed)
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = _plan(config, lengths, arguments.steps)

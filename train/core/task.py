@@ -83,6 +83,7 @@ class Task(ABC):
     module: nn.Module
 
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
+        config = config.settled(lambda: ends.config.num_hidden_layers)
         self.config, self.ends, self.layers_config = config, ends, ends.config
         self.drafter: type[Any] = drafter_class(config.measured_by["drafter"])
         self.head = shape_of(config)

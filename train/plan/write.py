@@ -17,7 +17,7 @@ from data_prep.store.manifest import token_bytes
 from drafters.common.files import replace_json, replace_text
 from drafters.common.wording import size_text
 from drafters.config import validate
-from train.configs import START_FACTS, START_SCRIPT, TEMPLATES, StartConfig, schema_of
+from train.configs import START_FACTS, START_SCRIPT, StartConfig, schema_of, templates
 from train.core.config import TrainConfig
 from train.plan.facts import FORWARD, QUESTION, Facts, mask_token, measure
 from train.preflight.estimate import meta_task, target_parameters
@@ -163,7 +163,7 @@ def check_training(config: TrainConfig, facts: Facts) -> None:
 
 def fill(template: str, values: dict[str, Any]) -> str:
     """Return a file of ``templates/`` with ``values``; the filters ``yaml`` and ``sh`` quote."""
-    jinja = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
+    jinja = Environment(loader=FileSystemLoader(templates()), undefined=StrictUndefined, keep_trailing_newline=True)
     jinja.trim_blocks = jinja.lstrip_blocks = True
     jinja.filters |= {"yaml": partial(json.dumps, ensure_ascii=False), "sh": shlex.quote}
     return jinja.get_template(template).render(values)
