@@ -18,7 +18,7 @@ class Policy(Protocol):
     """Chooses the shape of a drafter's drafts from measured costs and acceptance (``drafters.policy``)."""
 
     def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure the step costs for rows of up to ``longest`` tokens, unless they are known. Takes seconds."""
+        """Measure the step costs for sequences of up to ``longest`` tokens, unless they are known. Takes seconds."""
 
     def begin(self) -> None:
         """Forget what was counted before: a generation depends on its own text only, not on those before it."""
@@ -28,7 +28,7 @@ class Policy(Protocol):
 
 
 class Expected(NamedTuple):
-    """Expected tokens and expected time over ``steps`` steps of a batch row; time is in units of one plain step.
+    """Expected tokens and expected time over ``steps`` steps of a sequence; time is in units of one plain step.
 
     ``choice``: the latest choice, in words.
     """
@@ -45,7 +45,7 @@ class Drafter:
     Class attributes:
         name: the method's name in configs, and the name of its file.
         options: pydantic schema of the method's options and their defaults; the constructor takes an instance.
-        max_batch: most rows that the method can decode at once; None for any number.
+        max_batch: most sequences that the method can decode at once; None for any number.
         rewinds: True if committed tokens can be taken back, so that the method can accelerate a draft model (cascade).
         follows: True if another drafter may draft some of the steps (hybrid).
 
@@ -92,7 +92,7 @@ class Drafter:
 
         Args:
             streamer: gets the tokens as they are committed; transformers does not pass on the one of ``generate``.
-            seed: of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
+            seed: seed of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
 
         Raises:
             ValueError: the method is lossy.
@@ -104,7 +104,7 @@ class Drafter:
         return verify_greedy if sampling.greedy else verify_sampled
 
     def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
-        """Reset per-prompt state after the prefill (``output`` holds the prompt's rows) and the first sampled token.
+        """Reset per-prompt state after the prefill (``output`` is the prompt's) and the first sampled token.
 
         A drafter's own prefill belongs here, where the clock counts it as prefill.
         """
@@ -113,15 +113,15 @@ class Drafter:
             self.policy.begin()
 
     def join(self, state: "DecodeState", rows: list[int], part: "DecodeState", output: FeatureOutput) -> None:
-        """Replace ``rows`` of a running batch by the prompts of ``part``, which were prefilled as for ``begin``.
+        """Replace sequences ``rows`` of a running batch by the prompts of ``part``, prefilled as for ``begin``.
 
         Raises:
-            NotImplementedError: the method decodes one row at a time, or a batch only as a whole.
+            NotImplementedError: the method decodes one sequence at a time, or a batch only as a whole.
         """
         raise NotImplementedError(f"{self.name} takes no prompt into a running batch")
 
     def propose(self, state: "DecodeState") -> DraftTree:
-        """Return the draft that follows the last committed token of every row."""
+        """Return the draft that follows the last committed token of every sequence."""
         return state.nothing
 
     def while_verifying(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput) -> None:

@@ -37,8 +37,8 @@ class LearnedDrafter(Drafter):
     Class attributes:
         shape: schema of the head's shape. module: class of the head's module, which is built from a shape.
         card_title: the method on the model card, with a link to its paper.
-        forms: how its authors' code and engines store such a head; by default only this toolkit loads it.
-        unread: by ``tree``, options that it does not read.
+        forms: forms in which its authors' code and engines store such a head; by default only this toolkit loads it.
+        unread: options that it does not read, by ``tree``.
         unsaved: options that config.json does not store.
     """
 
@@ -58,7 +58,7 @@ class LearnedDrafter(Drafter):
         self._plan: TreePlan | None = None  # of the latest draft
 
     def hold(self, head: Head, shaper: Shaper, rows: int = 0) -> None:
-        """Take the head and the shaper; ``rows``: cache rows that the head needs for a draft, if more than its nodes.
+        """Take the head and the shaper; ``rows``: cache slots that the head needs for a draft, if more than its nodes.
 
         Raises:
             ValueError: nodes with more children than the drafter has tokens.
@@ -192,7 +192,7 @@ class LearnedDrafter(Drafter):
 
         Args:
             card: license, figures and more: ``Card(license="mit", certificate=..., report=...)``.
-            hub_options: of ``publishing.push_to_hub``: ``private``, ``revision``, ``token``.
+            hub_options: options of ``publishing.push_to_hub``: ``private``, ``revision``, ``token``.
         """
         card = card or Card()
         with tempfile.TemporaryDirectory() as folder:

@@ -17,8 +17,8 @@ def same_weights(recorded: str, actual: str, what: str) -> bool:
 
     Args:
         recorded: the fingerprint that ``what`` names.
-        actual: the target's.
-        what: what was made with the target, for the warning ("runs/eagle").
+        actual: the target's fingerprint.
+        what: thing made with the target, for the warning ("runs/eagle").
     """
     shorter, longer = sorted((recorded, actual), key=len)
     if len(shorter) != FORMER:

@@ -1,4 +1,4 @@
-"""Kernels for a CPU: attention of a few rows, argmax, and products with weights in a layout of their own.
+"""Kernels for a CPU: attention of a few tokens, argmax, and products with weights in a layout of their own.
 
 ``drafters/model/backend.py`` calls them, for shapes where torch's kernels reach a fraction of the memory bandwidth.
 The source is kernels.cpp and its headers. It is compiled for this machine on first use, which takes about ten seconds,
@@ -34,7 +34,7 @@ SWITCH = "DRAFTERS_CPU_KERNELS"
 NO_MATRIX_UNIT = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
 LEVELS = {"avx512": (*NO_MATRIX_UNIT, "-mno-avx512bf16"), "avx512_bf16": NO_MATRIX_UNIT, "amx": ()}
 HEAD_DIMS = frozenset({16, 32, 64, 96, 128})
-MOST_QUERIES = 16  # rows times query heads of one key head; for more, torch's attention is faster
+MOST_QUERIES = 16  # tokens times query heads of one key head; for more, torch's attention is faster
 MOST_ROWS = 512  # of a bf16 product: for more, oneDNN is as fast (two cores, SmolLM2's layers, ours and oneDNN's: 128
 # rows 32 and 55 ms, 256 rows 61 and 87, 512 rows 137 and 151, 1,024 rows 390 and 322)
 SMALL = 1 << 18  # bytes; smaller tensors are not copied to huge pages
@@ -51,12 +51,12 @@ def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class FewRows:
-    """Attention of a few new rows over a cache, for heads of one size.
+    """Attention of a few new tokens over a cache, for heads of one size.
 
-    The result for a batch row is the same to the last bit in any batch.
+    The result for a sequence is the same to the last bit in any batch.
 
     Attributes:
-        rows: the most new rows that it is for.
+        rows: most new tokens that it is for.
     """
 
     def __init__(self, rows: int) -> None:
@@ -65,13 +65,13 @@ class FewRows:
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, ends: Tensor, scale: float
     ) -> Tensor:
-        """Attend from each batch row's new rows to its own slots.
+        """Attend from each sequence's new tokens to its own slots.
 
         Args:
-            queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new rows' included.
-            bias: ``[B or 1, 1, R or a multiple, slots]``; the first R rows are added; None: each row sees all
+            queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new tokens' included.
+            bias: ``[B or 1, 1, R or a multiple, slots]``; the first R rows are added; None: each token sees all
                 slots up to its own.
-            ends: int64 ``[B]``, slots in use; the last R are the new rows'.
+            ends: int64 ``[B]``, slots in use; the last R are the new tokens'.
 
         Returns:
             ``[B, R, heads, D]``.
@@ -96,7 +96,7 @@ def attention(weight: Tensor, head_dim: int, groups: int) -> FewRows | None:
 
 
 def bias_strides(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the distance, in values, from one batch row's bias to the next, and from one row's to the next."""
+    """Return the distance, in values, from one sequence's bias to the next, and from one token's to the next."""
     if bias is None:
         return 0, 0
     assert bias.stride(3) == 1 and bias.dtype == dtype

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from drafters.model.runner import Part, PartLayer
 
 HEAD_DIMS = frozenset({32, 64, 96, 128})
-# New rows of one sequence. Beyond, torch's attention is as fast: SmolLM2 on two cores, prompts of 150, 512, 1,024 and
-# 2,000 tokens: torch's time over ours 1.9, 1.5, 1.3, 1.0.
+# New tokens of one sequence. Beyond, torch's attention is as fast: SmolLM2 on two cores, prompts of 150, 512, 1,024
+# and 2,000 tokens: torch's time over ours 1.9, 1.5, 1.3, 1.0.
 MOST_ROWS = 1024
-# Rows of a batch in one call, so that the activations between two products stay in the CPU's cache (with 2,400 rows a
-# call takes 1.3 times the time per row).
+# Tokens of a batch in one call, so that the activations between two products stay in the CPU's cache (with 2,400 tokens
+# a call takes 1.3 times the time per token).
 ROWS_PER_CALL = 1024
 
 
@@ -56,7 +56,7 @@ class CpuLayer:
 
     Attributes:
         native: the C structure; it points into tensors that this object references.
-        shape: sizes that layers of one call must share. key_heads, head_dim: of its keys.
+        shape: sizes that layers of one call must share. key_heads, head_dim: sizes of its keys.
     """
 
     def __init__(self, layer: "FusedLayer") -> None:
@@ -103,7 +103,7 @@ class JoinedLayers:
     One call for all layers instead of one each saves an eighth of a step that reads 270 MB of weights.
 
     Args:
-        layers: as an engine runs them. native: the same for the kernels.
+        layers: layers as an engine runs them. native: the same for the kernels.
     """
 
     def __init__(self, layers: "Sequence[PartLayer]", native: Sequence[CpuLayer]) -> None:
@@ -211,17 +211,17 @@ class HeadPass:
         before: int = 0,
         judged: int | None = None,
     ) -> tuple[Tensor, list[list[int]], list[list[float]]]:
-        """Run R new rows, each a token and the feature of its parent.
+        """Run R new nodes, each a token and the feature of its parent.
 
         Args:
-            features: ``[n, H]``. parents: of each new row, its row of ``features``.
-            tokens: of each new row. cache: the head's, of one sequence.
-            seen: for each new row the numbers of the rows it attends to, itself last, counted from the first
-                uncommitted one; None: all before it. before: uncommitted rows that earlier calls wrote.
-            judged: candidates are wanted for the last ``judged`` rows; None: for all. ranks: candidates for each.
+            features: ``[n, H]``. parents: row of ``features`` for each new node.
+            tokens: token of each new node. cache: cache of the head, of one sequence.
+            seen: numbers of the nodes that each new one attends to, itself last, counted from the first uncommitted
+                one; None: all before it. before: uncommitted nodes that earlier calls wrote.
+            judged: number of last nodes whose candidates are wanted; None: all. ranks: candidates for each.
 
         Returns:
-            Predicted features ``[R, H]``; for each judged row the places of its likeliest candidates among the LM
+            Predicted features ``[R, H]``; for each judged node the places of its likeliest candidates among the LM
             head's logits, and their probabilities.
         """
         rows, committed, judged = len(tokens), cache.lengths[0], judged or len(tokens)

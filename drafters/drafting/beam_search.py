@@ -35,7 +35,7 @@ class Paths(NamedTuple):
     Attributes:
         tokens: ``[m, d]``.
         log_p: ``[m, d]`` log-likelihood of each token given those before; 0 after an EOS.
-        rows: ``[m, d]`` index of each token among the nodes of all levels. Those of the last level have no cache row.
+        rows: ``[m, d]`` index of each token among the nodes of all levels. Those of the last level have no cache slot.
     """
 
     tokens: Tensor
@@ -65,17 +65,17 @@ def beam_search(
         head: LM head of the model, possibly over a draft vocabulary.
         features: ``[1, H]`` of the model after the last token that all hypotheses share.
         length: number of levels.
-        sampling: how tokens are chosen.
+        sampling: choice of tokens.
         eos: tokens that end a hypothesis.
-        offset: uncommitted rows of the cache that all hypotheses share. Their own rows follow, level by level.
+        offset: uncommitted cache slots that all hypotheses share. Their own slots follow, level by level.
         warped: measure likelihoods by the warped distribution when sampling, otherwise by the model's own.
     """
     device = features.device
     levels: list[Level] = []
-    see = torch.ones(1, offset, dtype=torch.bool, device=device)  # [M, rows] the uncommitted rows of each hypothesis
+    see = torch.ones(1, offset, dtype=torch.bool, device=device)  # [M, slots] the uncommitted slots of each hypothesis
     depths = torch.arange(offset, device=device)[None]
     for depth in range(length):
-        # Forward the last tokens of all hypotheses; each attends to the rows of its own hypothesis.
+        # Forward the last tokens of all hypotheses; each attends to the slots of its own hypothesis.
         if levels:
             last, score, parent = levels[-1]
             rows = len(last)

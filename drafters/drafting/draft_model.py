@@ -29,7 +29,7 @@ class DraftModelDrafter(Drafter):
     """A drafter that drafts with a smaller LM of the target's tokenizer.
 
     Attributes:
-        more_rows: rows of the draft model's cache beyond the number of rows of the target's.
+        more_rows: slots of the draft model's cache beyond the number of the target's.
 
     Raises:
         ValueError: the draft model has another tokenizer than the target.

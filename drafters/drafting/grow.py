@@ -147,7 +147,7 @@ def likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTree:
 
 
 def rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
-    """Keep the ``nodes`` best of the candidates ``[B, C]`` of each batch row, renumbered."""
+    """Keep the ``nodes`` best of the candidates ``[B, C]`` of each sequence, renumbered."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
     indices = best.sort(dim=-1).values
     number = torch.full_like(tokens, -2)

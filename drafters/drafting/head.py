@@ -40,11 +40,11 @@ class Head:
         return self.lm_heads[0]
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        """Read the prompts; ``output`` has their rows."""
+        """Read the prompts; ``output`` has their features."""
         raise NotImplementedError
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        """Read the prompts of ``part``, which replace ``rows`` of a running batch."""
+        """Read the prompts of ``part``, which replace the sequences ``rows`` of a running batch."""
         raise NotImplementedError
 
     def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
@@ -61,10 +61,10 @@ class Head:
 
 
 class PendingFeatures:
-    """Features ``[B, R, H]`` of committed rows, right-padded, with the number of real ones in each batch row.
+    """Features ``[B, R, H]`` of committed tokens, right-padded, with the number of real ones in each sequence.
 
     Args:
-        features: of the prefill. lengths: of the prompts. The last feature of each prompt is pending.
+        features: the prefill's features. lengths: tokens of the prompts. The last feature of each prompt is pending.
     """
 
     def __init__(self, features: Tensor, lengths: list[int]) -> None:
@@ -73,7 +73,7 @@ class PendingFeatures:
     def add(self, features: Tensor, verdict: Verdict) -> None:
         """Append, of the features ``[B, N + 1, H]`` of [root, nodes], those that a step committed.
 
-        A finished batch row gets none.
+        A finished sequence gets none.
         """
         rows = verdict.rows
         if any(self.counts):
@@ -84,9 +84,9 @@ class PendingFeatures:
         self.features, self.counts = rows_of(features, rows), list(map(len, rows))
 
     def take(self, finished: list[bool], cache: KVCache) -> list[tuple[Tensor, list[int]]]:
-        """Return and clear the pending features of the unfinished rows, in parts that fit into ``cache``.
+        """Return and clear the pending features of the unfinished sequences, in parts that fit into ``cache``.
 
-        A part is features ``[B, R, H]``, and their number in each batch row. The last part ends every row.
+        A part is features ``[B, R, H]``, and their number in each sequence. The last part ends every sequence.
         """
         counts = [0 if done else count for count, done in zip(self.counts, finished, strict=True)]
         self.counts = [0] * len(counts)
@@ -102,23 +102,23 @@ class PendingFeatures:
         return pending
 
     def replace(self, rows: list[int], other: "PendingFeatures") -> None:
-        """Give ``rows`` the pending features of another batch's rows 0, 1, ..., which have one each."""
+        """Give the sequences ``rows`` the pending features of another batch's sequences 0, 1, ..., one each."""
         for number, row in enumerate(rows):
             self.features[row, 0], self.counts[row] = other.features[number, 0], 1
         self.features = self.features[:, : max(self.counts)]
 
 
 def in_parts(counts: list[int], cache: KVCache) -> list[list[int]]:
-    """Split the ``counts`` of new tokens of each batch row into parts that fit into ``cache``, one after the other.
+    """Split the ``counts`` of new tokens of each sequence into parts that fit into ``cache``, one after the other.
 
-    A forward has as many slots in every row as in the longest one. So a row near the end of the cache has no room
-    beside a row with many new tokens (hybrid). The last part holds the last tokens of every row.
+    A forward has as many slots in every sequence as in the longest one. So a sequence near the end of the cache has no
+    room beside one with many new tokens (hybrid). The last part holds the last tokens of every sequence.
     """
     most = max(counts)
     if max(cache.lengths) + most <= cache.capacity:
         return [counts]
     most = cache.capacity - max(known + count for known, count in zip(cache.lengths, counts, strict=True))
-    later = range(0, max(counts), most)  # tokens of the longest row after each part, the last part first
+    later = range(0, max(counts), most)  # tokens of the longest sequence after each part, the last part first
     return [[min(max(count - after, 0), most) for count in counts] for after in reversed(later)]
 
 
@@ -151,7 +151,7 @@ class StateHead(Head):
         return latest
 
     def true_features(self, output: FeatureOutput) -> Tensor:
-        """Return what the head reads of the target's rows: ``[B, R, taps * H]``; without taps the features."""
+        """Return what the head reads of the target's output: ``[B, R, taps * H]``; without taps the features."""
         return torch.cat([output.taps[tap] for tap in self.taps], dim=-1) if self.taps else output.features
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -171,7 +171,7 @@ class StateHead(Head):
         self.pending.add(self.true_features(output), verdict)
 
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
-        """Put the prompts' rows into a new cache, all but the last of each, whose features are pending."""
+        """Put the prompts' tokens into a new cache, all but the last of each, whose features are pending."""
         features = self.true_features(output)
         self.cache = self.target.new_cache(state.batch, state.cache.capacity, self._layers, self.layer)
         self.pending = PendingFeatures(features, state.prompt_lengths)

@@ -1,7 +1,7 @@
 """Sampled sequences merged into one draft tree, and its verification (SpecInfer, SpecTr).
 
-Merging saves target rows. A node that n sequences drew still has n trials in verification, since each is an independent
-sample.
+Merging saves target tokens. A node that n sequences drew still has n trials in verification, since each is an
+independent sample.
 """
 
 from collections.abc import Callable, Iterable

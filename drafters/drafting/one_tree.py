@@ -17,7 +17,7 @@ Overlap = dict[int, int]  # node of a copy -> the node of the head's draft with 
 
 
 def overlaps(draft: DraftTree, copies: Sequence[Copy]) -> list[Overlap]:
-    """Per batch row, the nodes of the copy that the draft has too. Empty on a GPU, where reading would synchronise."""
+    """Per sequence, the nodes of the copy that the draft has too. Empty on a GPU, where reading would synchronise."""
     if draft.tokens.device.type != "cpu" or not draft.size:
         return [{} for _ in copies]
     valid = [None] * len(copies) if draft.valid is None else draft.valid.tolist()
@@ -41,18 +41,18 @@ def _overlap(copy: Copy, tokens: list[int], parents: list[int], valid: list[bool
 def with_copies(
     draft: DraftTree, copies: Sequence[Copy], overlap: Sequence[Overlap], chosen: Sequence[Sequence[int]]
 ) -> DraftTree:
-    """Append the ``chosen`` nodes of each row's copy to the draft.
+    """Append the ``chosen`` nodes of each sequence's copy to the draft.
 
     Args:
-        overlap: per row, the nodes of the copy that the draft has too.
-        chosen: per row, other nodes of the copy; the parent of each is chosen, too, or in ``overlap``.
+        overlap: nodes of each sequence's copy that the draft has too.
+        chosen: other nodes of each copy; the parent of each is chosen, too, or in ``overlap``.
     """
     width, device = max(map(len, chosen)), draft.tokens.device
     if not width:
         return draft
     if not draft.size:
         return draft_of([part_of(copy, sorted(nodes)) for copy, nodes in zip(copies, chosen, strict=True)], device)
-    # Number the new nodes, and pad them to the same width in all rows.
+    # Number the new nodes, and pad them to the same width in all sequences.
     new, deepest = [], 0
     for copy, shared, nodes in zip(copies, overlap, map(sorted, chosen), strict=True):
         number = {ROOT: ROOT} | shared | {node: draft.size + place for place, node in enumerate(nodes)}

@@ -24,13 +24,13 @@ def grow_by_passes(
 
     Args:
         features: ``[n, H]`` pending features of the target. following: the token after each.
-        cache: the head's; it keeps the pending rows.
+        cache: the head's cache; the pending tokens are committed to it.
     """
     tokens: list[int] = []  # of each node so far, in the plan's order
     output_row = {ROOT: 0}  # of an extended node: its row in the latest pass
-    attends: dict[int, list[int]] = {ROOT: []}  # of an extended node: the uncommitted cache rows that it attends to
+    attends: dict[int, list[int]] = {ROOT: []}  # of an extended node: the uncommitted cache slots that it attends to
     parents, inputs, before = list(range(len(following))), following, 0
-    seen: list[list[int]] | None = None  # None: every row before
+    seen: list[list[int]] | None = None  # None: every slot before
     for level in range(plan.above[-1] + 1):
         nodes = [node for node in range(plan.size) if plan.above[node] == level]
         ranks = min(1 + max(plan.ranks[node] for node in nodes), head.width)

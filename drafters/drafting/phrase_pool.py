@@ -166,7 +166,7 @@ class PhraseWindow:
 
     @property
     def outputs(self) -> int:
-        """Number of last rows that predict the new level. With one level, the root's row predicts one guess more."""
+        """Number of last tokens that predict the new level. With one level, the root predicts one guess more."""
         return len(self._guesses[0]) - (len(self._guesses) == 1)
 
     def parents(self, root: int, first: int) -> list[int]:
@@ -181,7 +181,7 @@ class PhraseWindow:
         return parents
 
     def advance(self, root: int, root_prediction: int, predictions: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Add a level of ``predictions``, the argmaxes of the last ``outputs`` rows; return the completed phrases."""
+        """Add a level of ``predictions``, the argmaxes of the last ``outputs`` tokens; return the completed phrases."""
         if len(self._guesses) == 1:
             predictions = [root_prediction, *predictions]
         if len(self._guesses) < self.levels:

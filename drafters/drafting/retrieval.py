@@ -27,7 +27,7 @@ class Copy(NamedTuple):
     Attributes:
         tokens: token of each node.
         parents: parent of each node, as in ``DraftTree``.
-        shares: of each node, the share of the earlier occurrences that continue with it, n / (total + 1): 0.5 for the
+        shares: each node's share of the earlier occurrences that continue with it, n / (total + 1): 0.5 for the
             only occurrence, 0.8 for all of four.
         match: length of the match in tokens.
     """
@@ -42,7 +42,7 @@ NOTHING = Copy([], [], [], 0)
 
 
 def draft_of(copies: Sequence[Copy], device: torch.device) -> DraftTree:
-    """The draft of one copy per batch row."""
+    """The draft of one copy per sequence."""
     return DraftTree.of_rows([copy.tokens for copy in copies], [copy.parents for copy in copies], device)
 
 
@@ -117,7 +117,7 @@ def likeliest_tree(
 
 
 class Retrieval(Drafter):
-    """A retrieval drafter. It looks up the rows of a batch one by one and drafts deterministic nodes.
+    """A retrieval drafter. It looks up the sequences of a batch one by one and drafts deterministic nodes.
 
     Attributes:
         policy: cuts copies to the profitable nodes; None drafts whole copies.
@@ -129,11 +129,11 @@ class Retrieval(Drafter):
     _copies: list[Copy]  # of the latest step, before the policy cut them
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
-        """Return the copy for a batch row, ``NOTHING`` without a match."""
+        """Return the copy for a sequence, ``NOTHING`` without a match."""
         raise NotImplementedError
 
     def retrieve_all(self, state: DecodeState) -> list[Copy]:
-        """``retrieve`` for every row; ``NOTHING`` for finished rows."""
+        """``retrieve`` for every sequence; ``NOTHING`` for finished ones."""
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
     def propose(self, state: DecodeState) -> DraftTree:

@@ -7,14 +7,14 @@ decoding, whose paper keeps the same data in a suffix tree.
 
 
 class SuffixAutomaton:
-    """The automaton of one text. State 0 is the root: the empty substring.
+    """The automaton of one text. State 0 is the root: the empty substring. Each list has one entry per state.
 
     Attributes:
-        follow: of each state, token -> next state.
-        link: of each state, the state of its longest suffix that ends at more positions; -1 for the root.
-        length: of each state, tokens of its longest substring.
-        count: of each state, the number of positions where its substrings end.
-        seen: of each state, the last of these positions.
+        follow: next states, by token.
+        link: state of its longest suffix that ends at more positions; -1 for the root.
+        length: tokens of its longest substring.
+        count: number of positions where its substrings end.
+        seen: last of these positions.
         last: the state of the whole text.
         size: number of tokens of the text.
     """

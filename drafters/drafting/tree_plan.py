@@ -23,7 +23,7 @@ class _Level(NamedTuple):
         parent_row: ``[n]`` index of each node's parent among the inner nodes of the previous level.
         rank: ``[n]`` rank of each node among its siblings.
         inner: ``[i]`` indices of the inner nodes, which have children and are forwarded.
-        rows: mask and positions of the inner nodes, after the rows of the previous levels.
+        rows: mask and positions of the inner nodes, after the tokens of the previous levels.
     """
 
     children: int

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 TINY = torch.finfo(torch.float32).tiny
 MOST_VALUES = 1 << 28  # of the distributions that are verified at once: 1 GiB
-FEW_ROWS, SMALL_VOCAB = 4, 8192  # a CPU verifies at once beyond so few batch rows, up to this vocabulary
+FEW_ROWS, SMALL_VOCAB = 4, 8192  # a CPU verifies at once beyond so few sequences, up to this vocabulary
 Rule = Callable[[DraftTree, Tensor, Tensor, Sampling, torch.Generator | None], "Verdict"]
 Find = Callable[[list[int], list[int], list[int] | None, list[int]], tuple[int, int]]
-After = Callable[[int, int], Tensor]  # (batch row, its row of [root, nodes]) -> p [V] after that row
+After = Callable[[int, int], Tensor]  # (sequence, its row of [root, nodes]) -> p [V] after that row
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Verdict:
     """Result of one verification, on the host. Building it is the only device-to-host copy of a step.
 
     Attributes:
-        rows: per batch row, the accepted rows of the forward from the root down: 0 (the root), then node index + 1.
-        tokens: per batch row, the accepted draft tokens and the bonus token: one token after each entry of ``rows``.
-        depths: per batch row, the depth of the draft's deepest node.
+        rows: each sequence's accepted rows of the forward from the root down: 0 (the root), then node index + 1.
+        tokens: each sequence's accepted draft tokens and the bonus token: one token after each entry of ``rows``.
+        depths: depth of the deepest node of each sequence's draft.
     """
 
     rows: list[list[int]]
@@ -161,11 +161,11 @@ def _next_tokens(
 def walk_by_row(
     draft: DraftTree, after: After, active: list[bool], uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``_walk_at_once``, only the accepted rows of each batch row, one after the other; it reads values on the host.
+    """As ``_walk_at_once``, only the accepted rows of each sequence, one after the other; it reads values on the host.
 
     Args:
-        after: p ``[V]`` after a row of [root, nodes] of a batch row; called for accepted rows, from the root down.
-        active: the batch rows to walk. Results for the others are 0.
+        after: p ``[V]`` after a row of [root, nodes] of a sequence; called for accepted rows, from the root down.
+        active: the sequences to walk. Results for the others are 0.
     """
     every_parents, batch = draft.parents.tolist(), len(active)
     q_rows = draft.q_row.tolist() if draft.q_row is not None else [[-1] * draft.size] * batch
@@ -219,7 +219,7 @@ def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
     """Copy a draft and ``values [B, W]`` to the host in one copy, and accept the path to the row that ``find`` returns.
 
     Args:
-        find: (tokens, parents, valid, values) of a batch row -> the last accepted row of [root, nodes], and the bonus.
+        find: (tokens, parents, valid, values) of a sequence -> the last accepted row of [root, nodes], and the bonus.
     """
     n, width = draft.size, values.shape[1]
     parts = [draft.tokens, None if draft.is_chain else draft.parents, draft.valid, values]
@@ -260,12 +260,12 @@ class Control(Protocol):
         ...
 
     def ends(self, row: int, new: list[int]) -> bool:
-        """True if the row ends after the new tokens ``new``; called after each token."""
+        """True if the sequence ends after the new tokens ``new``; called after each token."""
         ...
 
 
 def scores_after(state: "DecodeState", row: int, drafted: list[int], logits: Tensor) -> Tensor:
-    """Scores ``[V]`` by the state's control, from the target's ``logits [V]`` after a row's tokens and ``drafted``."""
+    """Scores ``[V]`` by the state's control, from the target's ``logits [V]`` after a sequence and ``drafted``."""
     assert state.control is not None
     new = state.tokens[row][state.prompt_lengths[row] :] + drafted
     return state.control.scores(row, new, logits.float())

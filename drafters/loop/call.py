@@ -20,15 +20,15 @@ def prompts_of(
     attention_mask: Tensor | list[list[int]] | None = None,
     pad: int | None = None,
 ) -> list[list[int]]:
-    """Return the rows of ``input_ids`` ``[B, T]`` without their padding.
+    """Return the prompts in ``input_ids`` ``[B, T]`` without their padding.
 
     Args:
-        prompt_lengths: tokens of each row before its padding.
+        prompt_lengths: tokens of each prompt before its padding.
         attention_mask: ``[B, T]``, 0 at padding.
-        pad: id of the padding token. Without lengths and mask, rows that seem to begin with padding are an error.
+        pad: id of the padding token. Without lengths and mask, prompts that seem to begin with padding are an error.
 
     Raises:
-        ValueError: ids, lengths or mask of a wrong type or shape, or rows that seem padded.
+        ValueError: ids, lengths or mask of a wrong type or shape, or prompts that seem padded.
     """
     if isinstance(input_ids, Mapping):
         raise ValueError("input_ids is a whole tokenizer output; try generate(target, drafter, **inputs)")
@@ -65,10 +65,10 @@ def _lists(values: Tensor | list[list[int]], name: str) -> list[list[int]]:
 
 
 def _check_unpadded(rows: list[list[int]], pad: int) -> None:
-    """Raise ValueError for rows that look padded on the left.
+    """Raise ValueError for prompts that look padded on the left.
 
-    A row looks padded if it begins with two or more ``pad``. With one ``pad``, it looks padded if all rows have the
-    same length and another row begins without it.
+    A prompt looks padded if it begins with two or more ``pad``. With one ``pad``, it looks padded if all prompts have
+    the same length and another one begins without it.
     """
     leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows] or [0]
     most, same_length = max(leading), len({len(row) for row in rows}) == 1
@@ -141,7 +141,7 @@ def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozen
     """Return the given EOS ids or, for None, those of the target's generation config.
 
     Raises:
-        ValueError: an id outside the target's vocabulary, which would never end a row.
+        ValueError: an id outside the target's vocabulary, which would never end a sequence.
     """
     source = "eos_token_id"
     if eos_token_id is None:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """One step of one batch row.
+    """One step of one sequence.
 
     Attributes:
-        row: index of the batch row.
+        row: index of the sequence.
         drafted: nodes of the draft.
         depth: nodes of its longest path.
         accepted: draft tokens accepted by the rule.
@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def forwards(self) -> int:
-        """Target forwards after the prefill (of the longest row of a batch)."""
+        """Target forwards after the prefill (of a batch, those of the sequence with most)."""
         by_row: dict[int, int] = {}
         for step in self.steps:
             by_row[step.row] = by_row.get(step.row, 0) + step.forwards
@@ -127,8 +127,9 @@ class GenerateResult:
     """Result of ``generate``.
 
     Attributes:
-        tokens: ``[B, n]`` new token ids on the CPU; rows that ended early are padded with EOS, or with 0 without EOS.
-        lengths: number of new tokens of each row.
+        tokens: ``[B, n]`` new token ids on the CPU; sequences that ended early are padded with EOS, or with 0 without
+            EOS.
+        lengths: number of new tokens of each sequence.
         trace: steps and times.
     """
 
@@ -159,19 +160,19 @@ def generate(
 
     Args:
         input_ids: ``[B, T]`` token ids, or a list of id lists.
-        max_new_tokens: most new tokens of a row; a row ends earlier at its first EOS.
+        max_new_tokens: most new tokens of a sequence; it ends earlier at its first EOS.
         temperature, top_k, top_p: 0 is greedy; 0 and 1 switch top_k and top_p off.
-        eos_token_id: tokens that end a row; None takes those of the target's generation config, ``[]`` is none.
-        prompt_lengths, attention_mask: tokens of each row before its padding; ``[B, T]``, 0 at padding.
-        seed: of the generator of all random numbers.
-        on_tokens: called with (row, new ids) after each commit, for streaming.
+        eos_token_id: tokens that end a sequence; None takes those of the target's generation config, ``[]`` is none.
+        prompt_lengths, attention_mask: tokens of each prompt before its padding; ``[B, T]``, 0 at padding.
+        seed: seed of the generator of all random numbers.
+        on_tokens: called with (index of the sequence, new ids) after each commit, for streaming.
         control: logits processors and stopping criteria. If it alters scores, temperature, top_k and top_p only shape
             the drafts.
         trace: an empty trace to fill, so that ``on_tokens`` can read the steps; times are set at the end.
 
     Raises:
-        ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
-            drafter, or parameters out of range or of a wrong type.
+        ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many prompts for
+            the drafter, or parameters out of range or of a wrong type.
     """
     check_loaded(target)
     sampling = Sampling(temperature, top_k, top_p)
@@ -186,7 +187,7 @@ def generate(
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)
     clock = Clock(target.device)
-    # Decode: the prefill, then steps until all rows have ended.
+    # Decode: the prefill, then steps until all sequences have ended.
     start(state, drafter)
     clock.lap()
     _notify(state, on_tokens, state.prompt_lengths)
@@ -208,7 +209,7 @@ def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | No
 
 
 def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], object] = lambda: None) -> list[Step]:
-    """Run one step and return what each unfinished batch row did. A cascade calls it with a draft model as target.
+    """Run one step and return what each unfinished sequence did. A cascade calls it with a draft model as target.
 
     Args:
         lap: called after the draft, after the verification, and at the end.
@@ -240,7 +241,7 @@ def start(state: DecodeState, drafter: "Drafter") -> None:
 
 
 def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:
-    """Run the prompts and sample each row's first token."""
+    """Run the prompts and sample each sequence's first token."""
     output = state.target.run(padded(state.tokens, state.target.device), state.cache, taps=taps)
     state.cache.commit_first(state.prompt_lengths)
     logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
@@ -271,7 +272,7 @@ def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tens
 
 
 def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step]:
-    """Append the accepted tokens to the rows, and commit the cache rows of the root and of all but the last of them."""
+    """Append the accepted tokens, and commit the cache slots of the root and of all but the last of them."""
     steps = []
     for row in range(state.batch):
         if state.finished[row]:
@@ -279,8 +280,8 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
             continue
         accepted = len(verdict.rows[row]) - 1
         count = state.append(row, verdict.tokens[row])
-        # The last committed token is the next root, which has no cache row. If EOS or the limit cut the tokens, it is a
-        # draft token, and its row is dropped.
+        # The last committed token is the next root, which has no cache slot. If EOS or the limit cut the tokens, it is
+        # a draft token, and its slot is dropped.
         verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:count], verdict.tokens[row][:count]
         nodes = draft.size - draft.extra.scratch
         steps.append(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The warpers of Sampling, in its order.
 WARPERS = (generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper)
-# Processors whose scores of a row depend on that row only, not on the rest of the batch.
+# Processors whose scores of a sequence depend on that sequence only, not on the rest of the batch.
 _BY_ROW = """EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
     ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor
     MinNewTokensLengthLogitsProcessor MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor
@@ -97,7 +97,7 @@ class ForTransformers:
         return sequences
 
     def _decode(self, prompts: list[list[int]], control: "FromTransformers", sample: bool) -> list[list[int]]:
-        """The new tokens of each row."""
+        """The new tokens of each sequence."""
         sampling = control.sampling if sample else Sampling()
         seed = int(torch.randint(1 << 62, ())) if self.seed is None and sample else self.seed or 0
         at_once, new, self.traces = self.drafter.max_batch or len(prompts), [], []
@@ -152,8 +152,8 @@ class FromTransformers:
         sampling: the part of the processors that ``Sampling`` does; drafts are drawn with it.
         alters: True if there are other processors, or these in another order.
         criteria: those other than the limit and EOS, which the loop checks itself.
-        eos: token ids that end a row. room: most new tokens.
-        first: index in the batch of the loop's first row.
+        eos: token ids that end a sequence. room: most new tokens.
+        first: index in the batch of the loop's first sequence.
     """
 
     def __init__(self, input_ids: Tensor, processors: list[LogitsProcessor], criteria: list[StoppingCriteria]) -> None:
@@ -194,9 +194,9 @@ class FromTransformers:
         return False
 
     def _text(self, row: int, new: list[int]) -> tuple[int, Tensor]:
-        """The row's index in the whole batch, and its text, repeated for every row: ``[B, T + n]``.
+        """The sequence's index in the whole batch, and its text, repeated for every sequence: ``[B, T + n]``.
 
-        Processors may store something for each row, such as its padding: they get the number of rows they expect.
+        Processors may store something for each sequence, such as its padding: they get the number that they expect.
         """
         row += self.first
         added = torch.tensor(new, dtype=self.texts.dtype, device=self.texts.device)
@@ -221,7 +221,7 @@ def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
 
 
 def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
-    """The processor for one row alone; None if it may depend on the whole batch."""
+    """The processor for one sequence; None if it may depend on the whole batch."""
     if isinstance(each, generation.PrefixConstrainedLogitsProcessor):
         allowed = each._prefix_allowed_tokens_fn
         return generation.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
@@ -242,7 +242,7 @@ def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
 
 
 def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The ids of each row without its padding.
+    """The ids of each prompt without its padding.
 
     Raises:
         ValueError: a mask that is no padding on the left, positions of another kind, or other inputs.

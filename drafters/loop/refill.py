@@ -1,7 +1,7 @@
-"""Continuous batching: decode many prompts in a batch of fixed size, and give the row of an ended one to the next.
+"""Continuous batching: decode many prompts in a batch of fixed size, and give the place of an ended one to the next.
 
 The steps are those of ``generate``. Between two steps, the next prompts are prefilled in a batch of their own and their
-cache rows are copied to the free rows. ``generate_many`` is the whole; ``Refilled`` are its parts.
+cache slots are copied to the free places. ``generate_many`` is the whole; ``Refilled`` are its parts.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -49,10 +49,10 @@ def generate_many(
     """Continue prompts as ``generate`` does, ``batch`` of them at a time, and yield each when it ends.
 
     Args:
-        next_prompt: returns a key and a prompt's ids, or None if no prompt is ready. Called when rows are free, also
-            after a yielded answer, so that an answer can lead to the next prompt. None while all rows are free ends
+        next_prompt: returns a key and a prompt's ids, or None if no prompt is ready. Called when places are free, also
+            after a yielded answer, so that an answer can lead to the next prompt. None while all places are free ends
             the generation.
-        batch: number of rows.
+        batch: number of places.
         longest: tokens of the longest prompt.
 
     Raises:
@@ -65,7 +65,7 @@ def generate_many(
         rows.fill(next_prompt)
         if not rows.at_work():
             return
-        yield from rows.ended()  # rows that ended with the token of the prefill
+        yield from rows.ended()  # sequences that ended with the token of the prefill
         if rows.at_work():
             rows.step()
             yield from rows.ended()
@@ -73,11 +73,11 @@ def generate_many(
 
 @dataclass
 class Refilled:
-    """A batch whose free rows take new prompts.
+    """A batch whose free places take new prompts.
 
     Attributes:
-        batch, longest, max_new_tokens, seed: as in ``generate_many``.
-        at: the prompt that each row decodes; None for a free row.
+        batch, longest, max_new_tokens, seed: arguments of ``generate_many``.
+        at: the prompt at each place of the batch; None at a free place.
     """
 
     target: "TargetModel"
@@ -92,22 +92,22 @@ class Refilled:
     at: list[Continued | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Free rows that start a prefill. A prefill reads all weights once, as a step does, and a free row wastes its
-        # share of every step.
+        # Free places that start a prefill. A prefill reads all weights once, as a step does, and a free place wastes
+        # its share of every step.
         self.enough = max(1, self.batch // 8)
         self.generator = torch.Generator(device=self.target.device).manual_seed(check_seed(self.seed))
         self.rule = self.drafter.rule(self.sampling)
 
     def at_work(self) -> bool:
-        """True if any row has a prompt."""
+        """True if any place has a prompt."""
         return any(self.at)
 
     def free(self) -> int:
-        """Number of rows without a prompt."""
+        """Number of places without a prompt."""
         return self.at.count(None) if self.at_work() else self.batch
 
     def fill(self, next_prompt: Callable[[], Prompt | None]) -> bool:
-        """Give prompts to the free rows if there are ``enough``. Returns False if ``next_prompt`` returned None."""
+        """Give prompts to the free places if there are ``enough``. Returns False if ``next_prompt`` returned None."""
         free = self.free()
         if free < self.enough and self.at_work():
             return True
@@ -117,7 +117,7 @@ class Refilled:
         return len(prompts) == free
 
     def take(self, prompts: list[Prompt]) -> None:
-        """Prefill prompts and put them into free rows. If all rows are free, the prompts become the new batch."""
+        """Prefill prompts and put them into free places. If all are free, the prompts become the new batch."""
         check_call(self.target, self.drafter, [list(prompt) for _, prompt in prompts], self.max_new_tokens)
         if (length := max(len(prompt) for _, prompt in prompts)) > self.longest:
             raise ValueError(f"longest is {self.longest}, found a prompt of {length} tokens; set longest to its length")
@@ -146,14 +146,14 @@ class Refilled:
         self.drafter.join(self.state, rows, part, output)
 
     def step(self) -> None:
-        """Run one step of the loop for all rows."""
+        """Run one step of the loop for all sequences."""
         assert self.state is not None
         for done in step(self.state, self.drafter, self.rule):
             if (one := self.at[done.row]) is not None:
                 one.steps.append(done)
 
     def ended(self) -> Iterator[Continued]:
-        """Yield the prompts that have ended since the last call, and free their rows."""
+        """Yield the prompts that have ended since the last call, and free their places."""
         state = self.state
         for row, one in enumerate(self.at):
             if one is not None and state is not None and state.finished[row]:

@@ -1,4 +1,4 @@
-"""State of one batched generation, and helpers for rows of unequal length."""
+"""State of one batched generation, and helpers for sequences of unequal length."""
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
@@ -17,16 +17,16 @@ from drafters.model.target import TargetModel
 class DecodeState:
     """State of one batched generation.
 
-    The last committed token of a row is the root of the next draft. It has no cache row yet, so the cache has one row
-    less than the batch row has tokens.
+    The last committed token of a sequence is the root of the next draft. It has no cache slot yet, so a sequence uses
+    one slot less than it has tokens.
 
     Attributes:
-        tokens: per batch row, prompt and new token ids, on the host; at first the prompts.
-        capacity: rows of the cache, which is empty at first, per batch row.
-        prompt_lengths: per batch row, length of the prompt in tokens.
-        finished: per batch row, True after EOS, the limit, or a stop by ``control``.
+        tokens: prompt and new token ids of each sequence, on the host; at first the prompts.
+        capacity: slots per sequence of the cache, which is empty at first.
+        prompt_lengths: tokens of each sequence's prompt.
+        finished: True for each sequence after EOS, the limit, or a stop by ``control``.
         control: logits processors and stopping criteria, or None.
-        reach: most tokens of rows that may join later; 0: none joins.
+        reach: most tokens of sequences that may join later; 0: none joins.
     """
 
     target: TargetModel
@@ -48,12 +48,12 @@ class DecodeState:
 
     @property
     def batch(self) -> int:
-        """Number of rows B."""
+        """Number of sequences B."""
         return len(self.tokens)
 
     @property
     def roots(self) -> Tensor:
-        """``[B, 1]`` last committed token of each row; copied to the device once a step."""
+        """``[B, 1]`` last committed token of each sequence; copied to the device once a step."""
         if self._roots is None:
             self._roots = torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
         return self._roots
@@ -67,25 +67,25 @@ class DecodeState:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the longest row."""
+        """Number of tokens of the longest sequence."""
         return max(map(len, self.tokens))
 
     @property
     def longest(self) -> int:
-        """Most tokens that a row can reach, also one that joins later."""
+        """Most tokens that a sequence can reach, also one that joins later."""
         return self.reach or min(max(self.prompt_lengths) + self.max_new_tokens, self.cache.capacity)
 
     def room(self, row: int = 0) -> int:
-        """Tokens that a row may still commit. Draft tokens beyond ``room - 1`` cannot be accepted."""
+        """Tokens that a sequence may still commit. Draft tokens beyond ``room - 1`` cannot be accepted."""
         return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])
 
     def longest_draft(self, wanted: int) -> int:
-        """Return ``wanted``, at most the draft tokens that fit into some unfinished row together with a bonus token."""
+        """Return ``wanted``, at most the draft tokens that fit into an unfinished sequence beside a bonus token."""
         rooms = [self.room(row) for row in range(self.batch) if not self.finished[row]]
         return max(min(wanted, max(rooms, default=1) - 1), 0)
 
     def append(self, row: int, tokens: list[int]) -> int:
-        """Commit tokens to a row, cut at its limit and at its end; return the number committed."""
+        """Commit tokens to a sequence, cut at its limit and at its end; return the number committed."""
         room = self.room(row)
         committed = until(tokens[:room], self.eos)
         ended = bool(committed) and committed[-1] in self.eos
@@ -101,12 +101,12 @@ class DecodeState:
         return len(committed)
 
     def empty_finished(self, cache: KVCache) -> None:
-        """Drop the finished rows from a drafter's cache, so that it has room for what the other rows read at once."""
+        """Drop finished sequences from a drafter's cache, so that it has room for what the others read at once."""
         if any(self.finished):
             cache.crop([0 if done else rows for rows, done in zip(cache.lengths, self.finished, strict=True)])
 
     def replace(self, row: int, tokens: list[int]) -> None:
-        """Replace the tokens of a row. The caller adjusts the cache."""
+        """Replace the tokens of a sequence. The caller adjusts the cache."""
         self.tokens[row], self._roots = tokens, None
 
 
@@ -119,13 +119,13 @@ def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
 
 
 def padded(rows: list[list[int]], device: torch.device, fill: int = 0) -> Tensor:
-    """``[B, T]`` token ids of rows of unequal length, filled on the right."""
+    """``[B, T]`` token ids of sequences of unequal length, filled on the right."""
     width = max(map(len, rows))
     return torch.tensor([row + [fill] * (width - len(row)) for row in rows], device=device)
 
 
 def last_of(values: Tensor, counts: list[int]) -> Tensor:
-    """Return ``values[b, counts[b] - 1]`` of each row: ``[B, R, H]`` -> ``[B, H]``."""
+    """Return ``values[b, counts[b] - 1]`` of each sequence: ``[B, R, H]`` -> ``[B, H]``."""
     if counts.count(values.shape[1]) == len(counts):
         return values[:, -1]
     last = torch.tensor(counts, device=values.device) - 1

@@ -88,7 +88,7 @@ class DraftTree:
         return draft, see[:, : n + 1, : n + 1]
 
     def of(self, some: Tensor) -> "DraftTree":
-        """The draft of some batch rows."""
+        """The draft of some sequences."""
         q, q_row, valid = (part if part is None else part[some] for part in (self.q, self.q_row, self.valid))
         tokens, parents = self.tokens[some], self.parents[some]
         return replace(self, tokens=tokens, parents=parents, q=q, q_row=q_row, valid=valid, see=None)
@@ -114,7 +114,7 @@ class DraftTree:
         extra: Extra | None = None,
         **more: Any,
     ) -> Self:
-        """A tree of ``tokens [B, N]`` with the same shape in every batch row.
+        """A tree of ``tokens [B, N]`` with the same shape in every sequence.
 
         Args:
             parents: parent of each node, in topological order.
@@ -131,11 +131,11 @@ class DraftTree:
 
     @classmethod
     def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> Self:
-        """Deterministic trees of a different shape in each batch row; smaller ones are padded.
+        """Deterministic trees of a different shape in each sequence; smaller ones are padded.
 
         Args:
-            tokens: per batch row, the nodes' tokens in topological order.
-            parents: per batch row, the nodes' parents; ROOT for the root's children.
+            tokens: tokens of each sequence's nodes, in topological order.
+            parents: parents of each sequence's nodes; ROOT for the root's children.
         """
         sizes = [len(row) for row in tokens]
         width = max(sizes)

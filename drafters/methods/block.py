@@ -44,7 +44,7 @@ class BlockOptions(Config):
     machine, or no draft where none is profitable.
     ``depth``: most tokens of a path; null: all of the block.
     ``truncate``: verify a position of a chain only while its expected gain is profitable.
-    ``confidence_temperatures``: of each position, what ``truncate`` divides the logit of its estimated acceptance by;
+    ``confidence_temperatures``: divisor, at each position, of the logit of the acceptance that ``truncate`` estimates;
     train.tools.calibrate fits them.
     ``draft_dtype``: draft with an int8 copy of the head's layers and LM head.
     """
@@ -133,7 +133,7 @@ class MarkovSlots(Slots):
         self._corrected: list[Tensor] = []
 
     def logits(self, depth: int) -> Tensor:
-        """Scores ``[B, n, W]`` of the children of n nodes: of slot ``depth``, corrected by each node's token."""
+        """Scores ``[B, n, W]`` of the children of n nodes: slot ``depth``'s, corrected by each node's token."""
         states = self._states[:, depth : depth + 1].expand(-1, self._tokens.shape[1], -1)
         with model_time():
             latent, self._memory = self._module.markov_head.step(self._tokens, states, self._memory)
@@ -157,7 +157,7 @@ class MarkovSlots(Slots):
 
 
 def shaped(options: BlockOptions, head: BlockHead) -> tuple[Shaper, int]:
-    """The shaper of a block head's drafts, and the cache rows that the head needs for one.
+    """The shaper of a block head's drafts, and the cache slots that the head needs for one.
 
     Raises:
         ValueError: ``depth`` exceeds the block, or there is not one confidence temperature for each position.

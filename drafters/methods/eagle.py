@@ -50,8 +50,8 @@ class TreeOptions(Config):
     ``tree``: chain; static (the paper's Figure 9, or ``paths``); dynamic (EAGLE-2); auto: the chain or static tree of
     most expected tokens per second on this machine, or no draft where none is profitable.
     ``depth``: levels; by default 5 (chain), 6 (dynamic), at most 8 (auto), and at most an EAGLE-3 head's trained steps.
-    ``nodes``, ``top_k``: of the dynamic tree, the nodes kept, and the children per node and nodes extended per level;
-    of auto, the most. Defaults: EAGLE-2's evaluation, whose depth 5 leaves out the root's children.
+    ``nodes``, ``top_k``: nodes of the dynamic tree, and its children per node and extended nodes per level; for auto,
+    the most of each. Defaults: EAGLE-2's evaluation, whose depth 5 leaves out the root's children.
     ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
     ``acceptance``: prior of auto, by "greedy" and "sampled": for each depth, how often the candidate of each rank is
     right where those before it are wrong.
@@ -96,7 +96,7 @@ class FeatureHead(StateHead):
         return last_of(predicted, counts)[:, None]
 
     def following(self, counts: list[int], state: DecodeState) -> list[list[int]]:
-        """The tokens after the next ``counts`` features of each row."""
+        """The tokens after the next ``counts`` features of each sequence."""
         rows = zip(state.tokens, self.cache.lengths, counts, strict=True)
         return [tokens[length + 1 : length + 1 + count] for tokens, length, count in rows]
 
@@ -217,7 +217,7 @@ class Eagle3Features(FeatureHead):
 
 
 def shaped(options: TreeOptions, head: FeatureHead, levels: int) -> tuple[Shaper, int]:
-    """The shaper of an EAGLE head's drafts, and the cache rows that the head needs for one.
+    """The shaper of an EAGLE head's drafts, and the cache slots that the head needs for one.
 
     Raises:
         ValueError: ``paths`` that are no tree.

@@ -30,7 +30,7 @@ class HybridOptions(Config):
     ``head``: the drafter of steps without a copy and its options, for example ``{drafter: eagle, checkpoint: ...}``.
     ``lookup``: the retrieval drafter and its options; by default prompt lookup of 16 tokens and matches of up to 8.
     ``match``: least length in tokens of a match to copy from; auto copies where, and as many tokens as, that is
-    more profitable than the head's draft. A batch copies if half of its unfinished rows have such a match.
+    more profitable than the head's draft. A batch copies if half of its unfinished sequences have such a match.
     ``one_tree``: append the copy to the head's draft and verify both in one forward. With a number for ``match``, the
     head then drafts every step; with auto, it drafts unless the copy is more profitable without the head's draft.
 
@@ -44,7 +44,7 @@ class HybridOptions(Config):
 
 
 class HybridDrafter(Drafter):
-    """Drafts each step by the retrieval drafter or by the head. All rows of a batch copy, or none.
+    """Drafts each step by the retrieval drafter or by the head. All sequences of a batch copy, or none.
 
     The choice depends only on the text before the step, so it is lossless if both drafters are.
     ``drafting/one_tree.py`` explains why one tree of both is lossless, too.
@@ -130,7 +130,7 @@ class HybridDrafter(Drafter):
 
 
 def _matching(copies: list[Copy], unfinished: int, match: int | str) -> list[Copy]:
-    """Copies with a match of ``match`` tokens or more; none unless half of the unfinished rows have one."""
+    """Copies with a match of ``match`` tokens or more; none unless half of the unfinished sequences have one."""
     long = [isinstance(match, int) and bool(copy.tokens) and copy.match >= match for copy in copies]
     copied = 2 * sum(long) >= unfinished
     return [copy if copied and enough else NOTHING for copy, enough in zip(copies, long, strict=True)]

@@ -67,7 +67,7 @@ class AdapterHead(Head):
         length = options.max_draft_tokens
         self.plan = TreePlan(options.paths, target.device) if options.paths else chain_plan(length, target.device)
         self.rows = list(_rows_by_level(self.plan, target.device))
-        self._inner = {node + 1: place for place, node in enumerate(self.plan.inner)}  # row -> its adapter row
+        self._inner = {node + 1: place for place, node in enumerate(self.plan.inner)}  # target slot -> adapter slot
         self.cache = KVCache.nothing()
         self._unread: Tensor  # [1, R, H] accepted exit states that the adapter has not read
         self.draft: ExitSlots  # the latest

@@ -78,7 +78,7 @@ class ParallelHeads(Head):
         self._later = [[linear(block.linear) for block in head[1:]] for head in blocks]
         if options.draft_dtype is not None:
             quantize_layers(None, options.draft_dtype, self._first, *(part for head in self._later for part in head))
-        self._feature: Tensor  # [B, 1, H] of the target, after the last accepted row
+        self._feature: Tensor  # [B, 1, H] of the target, after the last accepted token
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()

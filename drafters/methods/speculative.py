@@ -79,7 +79,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         self._cache.crop([min(self._cache.lengths[0], length)])
 
     def _unread(self, state: DecodeState, counts: list[int]) -> Tensor:
-        """The next ``counts`` tokens ``[B, R]`` of each row that the draft model has not read."""
+        """The next ``counts`` tokens ``[B, R]`` of each sequence that the draft model has not read."""
         rows = zip(state.tokens, self._cache.lengths, counts, strict=True)
         return padded([tokens[known : known + count] for tokens, known, count in rows], self.target.device)
 

@@ -36,7 +36,7 @@ class SuffixOptions(Config):
 
 
 class _Row:
-    """State of a batch row.
+    """State of a sequence.
 
     Attributes:
         tokens: the text, the list that the loop appends to.
@@ -56,7 +56,7 @@ class _Row:
 
 
 class SuffixDrafter(Retrieval):
-    """Searches two suffix automata: one per batch row, of its text, and one of past answers."""
+    """Searches two suffix automata: one per sequence, of its text, and one of past answers."""
 
     name = "suffix"
     options = SuffixOptions

@@ -47,10 +47,10 @@ def pack(values: Tensor, scales: Tensor | None = None, middles: Tensor | None = 
 
 
 def attention(weight: Tensor, head_dim: int, groups: int) -> "FewRows | None":
-    """Return attention of a few new rows over a cache, or None.
+    """Return attention of a few new tokens over a cache, or None.
 
     Args:
-        weight: of the queries' projection. groups: query heads that share a key head.
+        weight: weight of the queries' projection. groups: query heads that share a key head.
     """
     return None if _kernels is None else _kernels.attention(weight, head_dim, groups)
 

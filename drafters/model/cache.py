@@ -1,9 +1,9 @@
-"""A preallocated key/value cache with a length per row, shared by every drafter and by the target.
+"""A preallocated key/value cache with a length per sequence, shared by every drafter and by the target.
 
-Two things tell it from the caches of transformers. Where new rows go is said by the caller (``KVCache.at``), not read
-off a counter, so that the shallow layers of a model may run ahead of the deep ones (Kangaroo), and a rejected draft
-needs no clean-up: its rows lie beyond the length and are overwritten. And after a draft *tree* was verified,
-``commit`` keeps only the rows of the accepted path, in any slots.
+It differs from the caches of transformers in two ways. The caller says which slots new tokens get (``KVCache.at``);
+they are not read off a counter. So the shallow layers of a model may run ahead of the deep ones (Kangaroo), and a
+rejected draft needs no clean-up: its slots are beyond the length and are overwritten. And after a draft *tree* was
+verified, ``commit`` keeps only the slots of the accepted path, in any order.
 """
 
 import gc
@@ -32,21 +32,21 @@ class Storage:
 
     @property
     def capacity(self) -> int:
-        """Rows of each batch row."""
+        """Slots of each sequence."""
         return self.keys.shape[3]
 
 
 @dataclass
 class StorageRows:
-    """What the attention layers of a captured forward use as their cache: new rows go to ``slots [B, R]``, the first
-    ``seen`` rows are read."""
+    """What the attention layers of a captured forward use as their cache: new tokens go to ``slots [B, R]``, the first
+    ``seen`` slots are read."""
 
     storage: Storage
     slots: Tensor
     seen: int
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write ``[B, kv_heads, R, head_dim]`` to the slots; returns the first ``seen`` rows."""
+        """Write ``[B, kv_heads, R, head_dim]`` to ``slots``; return the first ``seen`` slots."""
         index = self.slots[:, None, :, None].expand_as(keys)
         all_keys, all_values = self.storage.keys[layer], self.storage.values[layer]
         all_keys.scatter_(2, index, keys)
@@ -57,18 +57,18 @@ class StorageRows:
 class KVCache:
     """Keys and values of some layers.
 
-    ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the
+    ``lengths[b]`` is the number of committed slots of sequence ``b``; a host-side list, because the loop reads the
     number of accepted tokens on the host anyway, once a step.
 
     Args:
-        shapes: of each layer. device: of all layers, or a list with each layer's.
-        storage: what to use, zeroed; None makes it.
+        shapes: shape of each layer. device: device of all layers, or a list with each layer's.
+        storage: memory to use, zeroed; None allocates it.
 
     Attributes:
-        keys, values: each layer's ``[batch, kv_heads, capacity, width]``; of one device's layers of one shape, the
-            next layer's lie behind them.
-        storage: what captured forwards are bound to; None for a cache that is not made for them.
-        ends: ``[batch]`` on the host, slots of each batch row in use with those that ``at`` gave to new rows.
+        keys, values: each layer's ``[batch, kv_heads, capacity, width]``; the layers of one shape on one device are
+            contiguous.
+        storage: memory that captured forwards are bound to; None for a cache that is not made for them.
+        ends: ``[batch]`` on the host, slots of each sequence in use with those that ``at`` gave to new tokens.
 
     Raises:
         ValueError: less memory than it needs.
@@ -92,10 +92,10 @@ class KVCache:
                 "prompts, or decode fewer at once"
             )
         self.storage, self.batch, self.capacity = storage, batch, capacity
-        # The layers of one shape and device are one tensor, so that ``commit`` moves the rows of all of them at once.
+        # The layers of one shape and device are one tensor, so that ``commit`` moves the slots of all of them at once.
         if storage is None:
             runs = [(kind, len(list(run))) for kind, run in itertools.groupby(zip(shapes, devices, strict=True))]
-            # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
+            # Zeros, not empty: slots beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
             self._parts = [
                 tuple(torch.zeros(n, batch, heads, capacity, width, dtype=dtype, device=at) for width in widths)
                 for ((heads, *widths), at), n in runs
@@ -116,7 +116,7 @@ class KVCache:
         self.ends = torch.tensor([start + rows for start in starts])
         self._rows = rows
         self._index: Tensor | None = None
-        if starts.count(starts[0]) < len(starts):  # batch row and slot of each new row
+        if starts.count(starts[0]) < len(starts):  # sequence and slot of each new token
             slots = torch.tensor(starts)[:, None] + torch.arange(rows)
             self._index = torch.stack([torch.arange(self.batch)[:, None].expand(-1, rows), slots])  # [2, B, R]
         return self
@@ -124,7 +124,7 @@ class KVCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """What an attention layer calls: write ``[B, kv_heads, rows, width]``, return all up to the last row."""
+        """What an attention layer calls: write ``[B, kv_heads, rows, width]``, return all up to the last new slot."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if self._index is None:
             keys[:, :, self._end - self._rows : self._end] = key_states
@@ -136,14 +136,14 @@ class KVCache:
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def commit(self, rows: list[list[int]]) -> None:
-        """Keep, for batch row ``b``, the rows ``rows[b]`` counted from its length (ascending), and forget the rest."""
+        """Keep slots ``rows[b]`` of sequence ``b``, counted from its length (ascending), and forget the others."""
         for b, slots in enumerate(rows):
             start = self.lengths[b]
-            prefix = 0  # rows that already lie where they belong
+            prefix = 0  # slots that are already where they belong
             while prefix < len(slots) and slots[prefix] == prefix:
                 prefix += 1
             if prefix < len(slots):
-                moved = torch.tensor([start + row for row in slots[prefix:]])
+                moved = torch.tensor([start + slot for slot in slots[prefix:]])
                 target = slice(start + prefix, start + len(slots))
                 for keys, values in self._parts:
                     source = moved.to(keys.device)
@@ -152,16 +152,16 @@ class KVCache:
             self.lengths[b] = start + len(slots)
 
     def commit_first(self, counts: list[int]) -> None:
-        """Keep, for batch row ``b``, the first ``counts[b]`` rows after its length, and forget the rest."""
+        """Keep the first ``counts[b]`` slots of sequence ``b`` after its length, and forget the others."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def crop(self, lengths: list[int]) -> None:
-        """Forget committed rows beyond ``lengths[b]``."""
+        """Forget committed slots beyond ``lengths[b]``."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
         self.lengths = list(lengths)
 
     def copy_row(self, row: int, other: "KVCache", number: int = 0) -> None:
-        """Copy batch row ``number`` of another cache into batch row ``row``."""
+        """Copy sequence ``number`` of another cache into sequence ``row``."""
         end = self.lengths[row] = other.lengths[number]
         for ours, theirs in zip(self._parts, other._parts, strict=True):
             for values, others in zip(ours, theirs, strict=True):
@@ -179,7 +179,7 @@ class KVCache:
 
     @classmethod
     def nothing(cls) -> "KVCache":
-        """A cache without room for a single row, in place of None before the first prompt."""
+        """A cache without a slot, in place of None before the first prompt."""
         return cls([], 0, 0, torch.float32, "cpu")
 
 
@@ -187,7 +187,7 @@ class CachePool:
     """Caches for captured forwards, which are bound to their memory: one that is free again is used again.
 
     Args:
-        spare: rows that each has beyond those asked for.
+        spare: slots that each has beyond those asked for.
     """
 
     def __init__(self, spare: int) -> None:
@@ -195,7 +195,7 @@ class CachePool:
         self._free: dict[tuple[int, tuple[Shape, ...]], list[Storage]] = {}  # by batch and shapes
 
     def take(self, shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """An empty cache of at least ``capacity`` rows and the spare ones, a power of two.
+        """An empty cache of at least ``capacity`` slots and the spare ones, a power of two.
 
         The smallest free one that is large enough, since all that was captured with it is there again.
 
@@ -235,7 +235,7 @@ def config_shapes(config: PretrainedConfig, layers: int | None = None) -> list[S
 
 
 def cache_bytes(shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype) -> int:
-    """Bytes of a cache of ``capacity`` rows of each batch row."""
+    """Bytes of a cache of ``capacity`` slots per sequence."""
     return sum(heads * (keys + values) for heads, keys, values in shapes) * batch * capacity * dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""Check of a loaded model: a tree of a few rows over a short prompt gives what the model's own causal forward gives.
+"""Check of a loaded model: a tree of a few tokens over a short prompt gives what the model's own causal forward gives.
 
 It runs with windows and chunks cut short, so that they matter within a few tokens. How far two right forwards may be
 apart depends on the model, so a difference is compared with the model's own rounding. tests/test_families.py compares
@@ -24,26 +24,26 @@ from drafters.model.variants import StandIn, variant
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
 
-ROWS, PROMPT = 12, 4  # rows of the check, and how many of them are the prompt
-SHORTER = 2  # tokens that the second batch row's prompt has fewer
+ROWS, PROMPT = 12, 4  # tokens of the check, and how many of them are the prompt
+SHORTER = 2  # the second sequence's prompt is shorter by this number of tokens
 WINDOW = 4  # of a sliding window or a chunk during the check
 LOGITS = 1000.0  # the largest logit of the recorded forward: a cap or a scale changes it visibly
 DRAWS = 8  # forwards with moved results that measure a model's rounding
-# Largest error of a group of rows over the model's rounding there: of the worst group, and of the third worst, for a
-# random model may amplify one rounding in one row. Tuned on 700 random models at three instruction levels: right ones
-# reached 1.8 and 0.9; the third worst of the planted faults in tests/test_self_check.py has 1.5 or more.
+# Largest error of a group of tokens over the model's rounding there: of the worst group, and of the third worst, for a
+# random model may amplify one rounding in one token. Tuned on 700 random models at three instruction levels: right
+# ones reached 1.8 and 0.9; the third worst of the planted faults in tests/test_self_check.py has 1.5 or more.
 LIMITS = {1: 3.0, 3: 1.25}
 
 
 def off(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return each row's relative error ``[B, R]``; nan counts as infinite."""
+    """Return each token's relative error ``[B, R]``; nan counts as infinite."""
     ours, theirs = ours.float(), theirs.to(ours.device).float()
     size = theirs.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # 0 for an embedding of zeros
     return ((ours - theirs).norm(dim=-1) / size).nan_to_num(torch.inf)
 
 
 def most_allowed(target: "TargetModel", ids: Tensor, error: float) -> float:
-    """Return the largest error that two right forwards of ``ids [B, T]`` may have, in a median over rows.
+    """Return the largest error that two right forwards of ``ids [B, T]`` may have, in a median over tokens.
 
     The model's rounding is measured only if ``error`` is above that of a few roundings.
     """
@@ -113,7 +113,7 @@ def check_parts(target: "TargetModel", layer: int) -> None:
 def _errors_and_limits(
     target: "TargetModel", texts: Tensor, tree: Sequence[Tensor], expected: Tensor
 ) -> Iterator[tuple[float, float]]:
-    """Yield the error of the worst group of rows and that of the third worst, each with its limit."""
+    """Yield the error of the worst group of tokens and that of the third worst, each with its limit."""
     pairs = [(rows, text[: len(rows)]) for rows, text in zip(tree, expected, strict=True)]
     errors, least = _by_group([off(*rows) for rows in pairs]), _few_roundings(target)
     rounding = torch.zeros_like(errors)
@@ -146,12 +146,12 @@ def _few_roundings(target: "TargetModel") -> float:
 
 
 def _by_group(errors: Sequence[Tensor]) -> Tensor:
-    """Return the median error of each group of rows ``[8]``; rounding sends single rows to other experts.
+    """Return the median error of each group of tokens ``[8]``; rounding sends single tokens to other experts.
 
-    Groups: each prompt, both roots, both rows behind them, and of each text three rows and three more.
+    Groups: each prompt, both roots, both tokens after them, and of each text three tokens and three further ones.
 
     Args:
-        errors: of the rows of both texts, ``[ROWS]`` and ``[ROWS - SHORTER]``.
+        errors: errors of both texts' tokens, ``[ROWS]`` and ``[ROWS - SHORTER]``.
     """
     parts = [rows.split([len(rows) - ROWS + PROMPT, 1, 1, 3, 3]) for rows in errors]
     prompts, roots, first, *later = zip(*parts, strict=True)
@@ -220,7 +220,7 @@ def _last_steps(target: "TargetModel", ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _over_a_tree(target: "TargetModel", texts: Tensor) -> list[Tensor]:
-    """Features ``[ROWS, H]``, ``[ROWS - SHORTER, H]`` of prompts, one row, and trees whose second row is a bystander.
+    """Features ``[ROWS, H]``, ``[ROWS - SHORTER, H]`` of prompts, one token, and trees whose second one is a bystander.
 
     Both texts ``[2, ROWS]`` are one batch, with prompts of unequal lengths.
     """
@@ -237,7 +237,7 @@ def _over_a_tree(target: "TargetModel", texts: Tensor) -> list[Tensor]:
 
 
 def _bystander(count: int, device: torch.device) -> Rows:
-    """A chain whose second row is a sibling of the third, seen by no other row."""
+    """A chain whose second token is a sibling of the third, seen by no other token."""
     see = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     see[2:, 1] = False
     return Rows(see[None], see[None].sum(-1) - 1)

@@ -51,14 +51,14 @@ class DraftHeadOptions(Config):
 
 
 class DraftHead:
-    """Features -> logits over ``width`` tokens; what is chosen of these is a place in them until ``tokens`` names it.
+    """Features -> logits over ``width`` tokens. Choices are places in these logits; ``tokens`` maps them to token ids.
 
     Args:
-        model: whose LM head it is. ids: ``[N]`` the tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
+        model: owner of the LM head. ids: ``[N]`` tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
         lm_head: the drafter's own LM head, used instead of the model's; it may have the rows of ``ids`` only.
 
     Attributes:
-        enter: what features go through before the LM head.
+        enter: transform of the features before the LM head.
     """
 
     enter: Transform = staticmethod(identity)
@@ -106,7 +106,7 @@ class DraftHead:
         return logits if self._change is None else self._change(logits)
 
     def read(self, rows: Sequence[list[int]]) -> None:
-        """Take in the text of each batch row, whose tokens this head's last rows are: before anything is drafted."""
+        """Take in the text of each sequence, whose tokens this head's last rows are: before anything is drafted."""
         if self._text is None or not (changed := self._text.read(rows)):
             return
         assert self.ids is not None and self._product is not None
@@ -344,11 +344,11 @@ class TextTokens:
         self._places: dict[int, int] = {}  # of what is held, who gives way first coming first
         self._changed: dict[int, int] = {}  # since the last call of ``read``, as ``_held``
         self._rows: Sequence[list[int]] = []
-        self._read: list[tuple[list[int], int]] = []  # each row, and how much of it was read
+        self._read: list[tuple[list[int], int]] = []  # each sequence, and how much of it was read
         self._start()
 
     def read(self, rows: Sequence[list[int]]) -> dict[int, int]:
-        """Read the tokens that each row gained since the last call; a row that changed is read again from its start.
+        """Read the new tokens of each sequence since the last call; one that changed is read again from its start.
 
         Returns:
             Place -> token, of the places that changed.
@@ -360,7 +360,7 @@ class TextTokens:
         known = [*self._read, *[([], 0)] * (len(rows) - len(self._read))]
         new = [row[_alike(row, *before) :] for row, before in zip(rows, known, strict=False)]
         self._read = [(row, len(row)) for row in rows]
-        # The end of every row last: where there is not room for all, none of them loses all of its own.
+        # The end of every sequence last: if not all tokens fit, each sequence still has some of its own.
         for place in range(max(map(len, new), default=0), 0, -1):
             for part in new:
                 if len(part) >= place and (token := part[-place]) not in self._fixed:
@@ -396,7 +396,7 @@ class TextTokens:
 
 
 def _alike(row: list[int], other: list[int], count: int) -> int:
-    """How many tokens ``row`` begins with of the first ``count`` of what stood in its place."""
+    """Number of tokens with which ``row`` begins like the first ``count`` tokens of ``other``."""
     if row is other or row[:count] == other[:count]:
         return min(count, len(row))
     pairs = enumerate(zip(row, other, strict=False))

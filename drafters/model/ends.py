@@ -75,7 +75,7 @@ def load_frozen_ends(
     """Read only the two ends of a target (a 70B target's are 1 GB) from its safetensors files, and its fingerprint.
 
     Args:
-        device: where they go; "meta" reads only their shapes, from the files' headers.
+        device: device of the ends; "meta" reads only their shapes, from the files' headers.
         download: download all weights of a target on the Hub, so that the fingerprint covers all of them.
 
     Raises:

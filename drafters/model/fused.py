@@ -1,6 +1,6 @@
 """Decoder layers rewritten for decoding: transformers' weights, a third of its operations.
 
-One row of hidden states passes through some sixty operations in a stock layer, and each costs more to start than to
+One token's hidden state passes through some sixty operations in a stock layer, and each costs more to start than to
 compute. Here queries, keys and values are one product, as are gate and up; RoPE turns queries and keys together; and
 query heads that share a key head attend as rows of it, so that grouped heads need no copy of the cache.
 
@@ -25,8 +25,9 @@ from drafters.model.rows import Angles
 
 # Families whose layers are exactly norm, attention, norm, MLP with RoPE over whole heads.
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-# Queries of all heads and batch rows up to which matrix products attend faster on CUDA than torch's kernel, which gives
-# each head one multiprocessor. H200, 32 heads, 1280 keys: 1 row 24 and 55 us, 60 rows 44 and 63, 104 rows 84 and 64.
+# Queries of all heads and sequences up to which matrix products attend faster on CUDA than torch's kernel, which gives
+# each head one multiprocessor. H200, 32 heads, 1280 keys: 1 token 24 and 55 us, 60 tokens 44 and 63, 104 tokens 84
+# and 64.
 FEW_QUERIES = 2048
 
 
@@ -68,7 +69,7 @@ class FusedNorm:
 
 
 class FusedAttention:
-    """Self-attention of a stock layer, over a ``KVCache`` or over its own rows."""
+    """Self-attention of a stock layer, over a ``KVCache`` or among the new tokens."""
 
     def __init__(self, attention: Any) -> None:
         self.heads = _join([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -91,10 +92,10 @@ class FusedAttention:
         """``[B, R, H]`` -> ``[B, R, H]``.
 
         Args:
-            angles: of the rows' positions, ``signed``.
-            bias: of the rows (``Placed.bias``), for ``groups``; None: each sees all up to itself.
-            cache: directed at the rows' slots (``KVCache.at``); None attends within the rows.
-            index: the cache's layer.
+            angles: angles of the tokens' positions, ``signed``.
+            bias: bias of the tokens (``Placed.bias``), for ``groups``; None: each sees all up to itself.
+            cache: cache directed at the tokens' slots (``KVCache.at``); None attends within the tokens.
+            index: number of the cache's layer.
         """
         batch, rows, _ = hidden.shape
         heads = self.heads(hidden).view(batch, rows, -1, self.head_dim)

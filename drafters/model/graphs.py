@@ -31,17 +31,17 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows that ``rows`` (at most ``MOST_ROWS``) are padded to."""
+    """Number of tokens that ``rows`` tokens (at most ``MOST_ROWS``) are padded to."""
     return next(count for count in ROWS if count >= rows)
 
 
 def padded_rows_fit(rows: int, offset: int) -> bool:
-    """Whether rows and uncommitted rows, both padded, stay within the captured counts."""
+    """Whether new and uncommitted tokens, both padded, stay within the captured counts."""
     return rows <= MOST_ROWS and offset + padded_rows(rows) <= MOST_ROWS
 
 
 def seen_rows(end: int, capacity: int) -> int:
-    """How many cache rows attention reads while ``end`` are in use."""
+    """Number of cache slots that attention reads while ``end`` are in use."""
     step = 256 if end <= 2048 else 1024
     return min(-(-end // step) * step, capacity)
 
@@ -53,10 +53,10 @@ class Captured:
     It keeps what the graph references by address. Not the cache: its memory is reused when it is gone.
 
     Attributes:
-        inputs: buffers of what the part takes. table: of RoPE's angles.
+        inputs: buffers of the part's inputs. table: table of RoPE's angles.
         outputs: hidden states and taps of the last run, overwritten by the next.
-        replay: runs it again; None before it was captured.
-        refused: there was no room to capture it.
+        replay: function that runs it again; None before it was captured.
+        refused: True if there was no room to capture it.
     """
 
     part: Part
@@ -123,11 +123,11 @@ class GraphRunner(Runner):
     def _run(
         self, part: Part, inputs: Sequence[Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
     ) -> tuple[Tensor, Taps]:
-        # A graph is for few rows that follow others in a cache made for it.
+        # A graph is for few tokens that follow others in a cache made for it.
         fits = padded_rows_fit(rows.count, rows.offset) and rows.end > rows.count
         if self.broken is not None or cache is None or cache.storage is None or not fits:
             return super()._run(part, inputs, cache, rows, taps)
-        # The shape: rows and cache length, padded to the few that are captured.
+        # The shape: tokens and cache length, padded to the few that are captured.
         count, batch = padded_rows(rows.count), len(rows.lengths)
         uncommitted = padded_rows(rows.offset + count)
         seen = seen_rows(rows.end - rows.count + count, cache.capacity)

@@ -23,7 +23,7 @@ def load_head(
 
     Args:
         path: a drafter, or an adapter, which names the drafter that it is for.
-        revision: of ``path``.
+        revision: revision of ``path``.
         adapter: an adapter for the drafter ``path``; the base that the adapter names is ignored.
 
     Raises:

@@ -83,9 +83,9 @@ def rope_of(config: PretrainedConfig) -> Rotary:
 def layer_kind(
     config: PretrainedConfig, layer: HeadLayer | DraftLayer = "target", shape: LayerShape | None = None
 ) -> LayerKind:
-    """Look up the layer classes of ``config``'s family; ``layer``: or those of Llama or Qwen3, of the same widths.
+    """Look up the layer classes of ``config``'s family, or for a ``layer`` other than "target" Llama's or Qwen3's.
 
-    ``shape``: where Llama's or Qwen3's differ from that.
+    Those have the target's widths, except for the values of ``shape``.
 
     A mixture of experts gets Mistral's dense layer of the same widths: the EAGLE paper's head for Mixtral has 0.28B
     parameters (Table 2), which is one dense layer; eight experts would be 1.4B.

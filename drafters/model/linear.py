@@ -190,7 +190,7 @@ def fit_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
     Args:
         weight: ``[outputs, groups, GROUP]`` in float32.
-        dtype: of the scales and middles.
+        dtype: dtype of the scales and middles.
 
     Returns:
         Values 0 to 15 ``[outputs, groups, GROUP]``, scales and middles ``[outputs, groups]``:

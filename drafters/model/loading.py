@@ -55,7 +55,7 @@ def check_memory(
     context: int,
     stored: int | None = None,
 ) -> None:
-    """Raise ValueError if the weights, with a cache of ``batch`` rows of ``context`` tokens, cannot fit.
+    """Raise ValueError if the weights, with a cache of ``batch`` sequences of ``context`` tokens, cannot fit.
 
     Args:
         what: the model, for the message.

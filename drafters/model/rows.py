@@ -1,7 +1,7 @@
-"""The attention mask and positions of the new rows of a forward; biases and cache slots are derived from them.
+"""The attention mask and positions of the new tokens of a forward; biases and cache slots are derived from them.
 
-Behind the committed rows of a cache lie T = ``offset + R`` uncommitted ones: those that earlier forwards of the step
-wrote, and the R new ones.
+The committed slots of a cache are followed by T = ``offset + R`` uncommitted ones: those that earlier forwards of the
+step wrote, and those of the R new tokens.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ Angles = tuple[Tensor, Tensor]  # cos and sin
 
 
 class Rows(NamedTuple):
-    """The new rows of a forward; by default a chain.
+    """The new tokens of a forward; by default a chain.
 
     Attributes:
-        see: bool ``[B or 1, R, offset + R]``: which of the uncommitted rows each new one attends to, itself included
-            (every row sees all committed ones); None: those before it.
-        depths: ``[B or 1, offset + R]``: positions of the uncommitted rows, counted from the cache's length; None: one
-            after the other.
-        offset: uncommitted rows that earlier calls of this step wrote.
+        see: bool ``[B or 1, R, offset + R]``: uncommitted tokens that each new one attends to, itself included (it
+            also sees all committed ones); None: those before it.
+        depths: ``[B or 1, offset + R]``: positions of the uncommitted tokens, counted from the cache's length; None:
+            one after the other.
+        offset: uncommitted tokens that earlier calls of this step wrote.
     """
 
     see: Tensor | None = None
@@ -46,7 +46,7 @@ class Scope(NamedTuple):
         return (self.window is None or end <= self.window) and (self.chunk is None or end <= self.chunk)
 
     def of(self, positions: Tensor, keys: Tensor) -> Tensor:
-        """Bool ``[B, R, S]``: which keys at ``keys [B, S]`` rows at ``positions [B, R]`` attend to."""
+        """Bool ``[B, R, S]``: which keys at ``keys [B, S]`` tokens at ``positions [B, R]`` attend to."""
         if self.window is not None:
             return positions[:, :, None] - keys[:, None] < self.window
         assert self.chunk is not None
@@ -57,12 +57,12 @@ EVERYTHING = Scope()
 
 
 class Placed:
-    """``count`` new rows behind ``lengths[b]`` committed ones of each batch row.
+    """``count`` new tokens after ``lengths[b]`` committed ones of each sequence.
 
     Attributes:
-        see, depths, offset: of ``rows``; the depths of a chain, too.
-        uniform: whether every batch row has the same length: then nothing is copied to the device, or waited for.
-        end: rows of the longest, the new ones included.
+        see, depths, offset: fields of ``rows``; the depths of a chain, too.
+        uniform: True if all sequences have the same length; then nothing is copied to the device, or waited for.
+        end: tokens of the longest sequence, the new ones included.
     """
 
     def __init__(self, rows: Rows, lengths: list[int], count: int, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class Placed:
         return (first + depths).expand(len(self.lengths), -1)
 
     def mask(self, scope: Scope = EVERYTHING, always: bool = False) -> Tensor | None:
-        """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one row that sees everything, or a causal
+        """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one token that sees everything, or a causal
         block with nothing before it.
 
         ``scope``: other keys are hidden. ``always``: no None.
@@ -102,8 +102,8 @@ class Placed:
     def bias(self, window: int | None, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
         """``mask`` as values to add to the scores: ``[B or 1, 1, groups * R, end]`` or None.
 
-        The R rows are repeated once for each of the ``groups`` query heads that share a key head. ``causal``: attention
-        needs none for rows that see all before them.
+        The R tokens are repeated once for each of the ``groups`` query heads that share a key head. ``causal``:
+        attention needs none for tokens that see all before them.
         """
         scope = Scope(window)
         if causal and self.see is None and scope.reaches(self.end):
@@ -122,8 +122,8 @@ class Rope:
 
     Args:
         rotary: a model's module for them. config: its configuration.
-        form: what an engine makes of ``[..., D]`` angles, for its layers.
-        like: a weight whose dtype and device they have.
+        form: engine's form of ``[..., D]`` angles, for its layers.
+        like: weight whose dtype and device they have.
 
     Attributes:
         by_length: whether other angles belong to a longer text.
@@ -137,7 +137,7 @@ class Rope:
         self._table: Angles | None = None
 
     def __call__(self, rows: Placed) -> Angles:
-        """``[B, R, ...]`` of the rows' positions."""
+        """``[B, R, ...]`` at the tokens' positions."""
         if self.by_length:
             return self._form(self._rotary(self._like, position_ids=rows.positions()))
         cos, sin = self.table(rows.end)
@@ -157,13 +157,13 @@ class Rope:
 
 
 class BufferedRows:
-    """R rows (padded) over T uncommitted ones, in buffers that never move: filled before a captured forward is
+    """R tokens (padded) over T uncommitted ones, in buffers that never move: filled before a captured forward is
     replayed, and read inside of it.
 
     Attributes:
-        lengths, offset: ``[B]`` committed rows, and ``[]`` uncommitted rows before the new ones.
-        depths: ``[B, T]`` of the uncommitted rows. see: ``[B, R, T]`` which of them each new row sees.
-        end: cache rows that attention reads.
+        lengths, offset: numbers of committed tokens ``[B]``, and of uncommitted tokens before the new ones ``[]``.
+        depths: ``[B, T]`` depths of the uncommitted tokens. see: ``[B, R, T]`` which of them each new token sees.
+        end: cache slots that attention reads.
     """
 
     def __init__(self, batch: int, count: int, uncommitted: int, end: int, device: torch.device) -> None:
@@ -183,7 +183,7 @@ class BufferedRows:
         self.offset.fill_(rows.offset)
         order = torch.arange(self.see.shape[2], device=self.device)
         indices = (rows.offset + torch.arange(self.count, device=self.device))[:, None]
-        # Of rows that are padding, itself is all one need see; of a chain, all before it.
+        # A token of padding needs to see only itself; a token of a chain sees all before it.
         if rows.see is None:
             self.see.copy_(order[None] <= indices)
         else:
@@ -193,7 +193,7 @@ class BufferedRows:
         self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
 
     def slots(self) -> Tensor:
-        """``[B, R]`` where the new rows' keys and values go."""
+        """``[B, R]`` where the new tokens' keys and values go."""
         return self.lengths[:, None] + self.offset + torch.arange(self.count, device=self.device)
 
     def positions(self) -> Tensor:
@@ -216,15 +216,15 @@ class BufferedRows:
 
 
 def visible(lengths: Tensor, see: Tensor, end: int) -> Tensor:
-    """Bool ``[B, R, end]``: each new row sees all committed rows, and of the rest those in ``see [B or 1, R, T]``."""
-    number = torch.arange(end, device=lengths.device) - lengths[:, None]  # of the uncommitted rows; before them below 0
+    """Bool ``[B, R, end]``: each new token sees all committed ones, and of the rest those in ``see [B or 1, R, T]``."""
+    number = torch.arange(end, device=lengths.device) - lengths[:, None]  # of uncommitted tokens; below 0 before them
     among = number.clamp(0, see.shape[2] - 1)[:, None].expand(-1, see.shape[1], -1)
     uncommitted = see.expand(len(lengths), -1, -1).gather(2, among) & (number < see.shape[2])[:, None]
     return (number < 0)[:, None] | uncommitted
 
 
 def key_positions(lengths: Tensor, depths: Tensor, end: int) -> Tensor:
-    """``[B, end]`` position of the token in each cache slot; ``depths [B, T]`` are the uncommitted rows'."""
+    """``[B, end]`` position of the token in each cache slot; ``depths [B, T]`` are the uncommitted tokens'."""
     slots = torch.arange(end, device=lengths.device)
     number = slots - lengths[:, None]
     behind = lengths[:, None] + depths.gather(1, number.clamp(0, depths.shape[1] - 1))

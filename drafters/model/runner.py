@@ -1,6 +1,6 @@
 """The one way to run layers: an engine, chosen once, for ranges of a target's layers and for learned heads.
 
-An engine makes its own of transformers' modules, and runs a ``Part`` of them over the rows of a cache. Here is "fused";
+An engine makes its own of transformers' modules, and runs a ``Part`` of them over a cache. Here is "fused";
 "graphs" is in graphs.py, and "stock", which runs a target whole, in stock.py.
 """
 
@@ -64,12 +64,12 @@ class Part:
     """What one forward runs: ``leave(layers(enter(*inputs)))``.
 
     Attributes:
-        enter: inputs ``[B, R, ...]`` each -> hidden states ``[B, R, H]``. leave: of those after the last layer.
-        windows: that its layers have. groups: query heads that share a key head, in a bias of the engine.
-        few_rows: new rows that need no bias to be causal, however long each batch row is (``FusedAttention``).
-        rope: whose angles its layers turn by; None: the target's.
-        captured: forwards of fixed shape that were captured of it.
-        joined: by taps, the layers as ``backend.join_layers`` has them; to be cleared when a layer is quantised.
+        enter: inputs ``[B, R, ...]`` each -> hidden states ``[B, R, H]``. leave: transform of the last layer's output.
+        windows: sliding windows of its layers. groups: query heads per key head, for the bias's shape.
+        few_rows: number of new tokens that need no bias to be causal, for sequences of any length (``FusedAttention``).
+        rope: RoPE of its layers; None: the target's.
+        captured: captured forwards of fixed shape.
+        joined: layers by taps, as ``backend.join_layers`` returns them; cleared when a layer is quantised.
     """
 
     layers: list[PartLayer]
@@ -136,11 +136,11 @@ class Runner:
     """Runs parts, of fused layers where the layers allow it: the engine "fused".
 
     Args:
-        model: whose kind of attention, and rotary angles unless they have their own, all parts share.
+        model: owner of the kind of attention that all parts share, and of the angles of parts without their own.
 
     Attributes:
-        rewrites: it runs a target's layers one by one, rewritten; else the model's own forward.
-        norm, linear: make the engine's own of a norm, a linear layer.
+        rewrites: True if it runs a target's layers one by one, rewritten; else it runs the model's own forward.
+        norm, linear: functions that make the engine's own of a norm, a linear layer.
     """
 
     engine: Engine = "fused"
@@ -211,11 +211,12 @@ class Runner:
         rows: Rows = CHAIN,
         taps: tuple[int, ...] = (),
     ) -> tuple[Tensor, Taps]:
-        """Run R new rows through a part.
+        """Run R new tokens through a part.
 
         Args:
-            inputs: ``[B, R, ...]`` each, what the part takes.
-            cache: where the rows' keys and values go, at slot ``length + offset`` on; None attends within the R rows.
+            inputs: ``[B, R, ...]`` each, inputs of the part.
+            cache: cache for the tokens' keys and values, from slot ``length + offset`` on; None attends within the R
+                tokens.
             taps: hidden states to hand out, by the number of layers before them.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The engine "stock": the model's own forward over a tree of new rows.
+"""The engine "stock": the model's own forward over a tree of new tokens.
 
 transformers' models take a mask, positions and a cache from their caller. Nothing else is needed to verify a draft, so
 scaled embeddings, capped logits, norms in any order, sinks, latent attention and routers need no code here.
@@ -81,11 +81,11 @@ class LayerCache(Cache):
         self.rows = cache
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new rows; return all up to the last."""
+        """Write the new tokens; return all up to the last."""
         return self.rows.update(keys, values, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the rows before the new ones; asked by models that count positions, which are given to them."""
+        """Return the number of tokens before the new ones; some models ask for it, though they are given positions."""
         return max(self.rows.lengths, default=0)
 
 
@@ -106,8 +106,8 @@ class StockRunner(Runner):
         self.scopes, self.body = scopes, body_of(model)
         self.layers = decoder_layers(self.body)
         self._vocab = len(model.get_input_embeddings().weight)
-        # Near the end of the context drafts reach beyond it, with rows that can never be accepted. A table of learned
-        # positions has no entry for them.
+        # Near the end of the context drafts reach beyond it, with tokens that can never be accepted. A table of
+        # learned positions has no entry for them.
         self._last_position = (getattr(model.config, "max_position_embeddings", None) or 1 << 30) - 1
         self._shapes: list[Shape] = []
         self._bodies: dict[tuple[int, int | None, tuple[int, ...]], Any] = {}  # variants of the body, as forwards need
@@ -145,7 +145,7 @@ class StockRunner(Runner):
         start: int = 0,
         stop: int | None = None,
     ) -> tuple[Tensor, Taps]:
-        """Run the model itself over the new rows."""
+        """Run the model itself over the new tokens."""
         batch, count = inputs.shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
         placed = Placed(rows, lengths, count, inputs.device)

@@ -50,7 +50,7 @@ class TargetModel:
 
     Args:
         model: a transformers causal LM; it is put into eval mode and frozen.
-        name: what checkpoints and messages call it; default its ``name_or_path``.
+        name: name in checkpoints and messages; by default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
         engine: "fused" runs layers rewritten for decoding, "graphs" the same on fixed shapes, captured as CUDA graphs,
             "stock" the model's own forward. None takes the first of graphs (on CUDA), fused and stock that runs the
@@ -62,7 +62,7 @@ class TargetModel:
             AVX-512, where it is read as int8: of a small model it is half of what is left.
 
         capture_only: load also a model that cannot verify drafts, for ``features`` alone.
-        fingerprint: of the files that the model comes from; None: of the model, computed when it is needed.
+        fingerprint: fingerprint of the files that the model comes from; None: computed of the model when needed.
 
     Attributes:
         on_hub: True if it was loaded from the Hub, False for a folder.
@@ -160,10 +160,10 @@ class TargetModel:
         """Load a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
         Args:
-            dtype: of weights and hidden states; "auto": bf16 where the device has instructions for it, else float32 on
-                a CPU and float16 on a GPU.
-            device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device).
-            cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for beside the weights.
+            dtype: dtype of weights and hidden states; "auto": bf16 where the device has instructions for it, else
+                float32 on a CPU and float16 on a GPU.
+            device_map: accelerate's map of the layers to several GPUs ("auto", or module -> device).
+            cache_tokens: sequences of a batch, and tokens of each, that must fit into memory beside the weights.
 
         Raises:
             ValueError: nothing loadable there, an unsupported model, an engine that cannot run it, or too little memory
@@ -193,12 +193,12 @@ class TargetModel:
     def max_context(self) -> int:
         """Positions the model was made for.
 
-        Where RoPE's frequencies switch beyond a length (longrope), that length: past it a block of rows and one row at
-        a time would not get the same angles.
+        Where RoPE's frequencies switch beyond a length (longrope), that length: past it a block of tokens and one token
+        at a time would not get the same angles.
         """
         longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         if getattr(self.config, "attn_temperature_tuning", False):
-            # Llama 4 scales attention from there on, by the rows of a cache and not by the positions that it is given.
+            # Llama 4 scales attention from there on, by the slots of a cache and not by the positions that it is given.
             longest = min(longest, int(self.config.floor_scale) - 1)
         if rope_depends_on_length(self.config):
             original = self.config.rope_parameters.get("original_max_position_embeddings")
@@ -257,8 +257,9 @@ class TargetModel:
     def new_cache(
         self, batch: int, capacity: int, layers: int | None = None, config: PretrainedConfig | None = None
     ) -> KVCache:
-        """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of ``layers`` layers of
-        ``config`` (None: the target's).
+        """Return an empty KV cache of ``capacity`` slots per sequence.
+
+        It is for the target's layers, or for ``layers`` layers of ``config`` (None: the target's).
 
         Raises:
             ValueError: the memory does not suffice.
@@ -274,7 +275,7 @@ class TargetModel:
     ) -> FeatureOutput:
         """Features and taps of whole sequences ``[B, T]``, without a cache.
 
-        Rows may be padded on the right: attention is causal, so rows before the padding are unaffected
+        Sequences may be padded on the right: attention is causal, so tokens before the padding are unaffected
         (``lengths`` only documents where it starts; values beyond it are meaningless).
         """
         assert lengths is None or max(lengths) <= input_ids.shape[1]
@@ -283,12 +284,12 @@ class TargetModel:
     def run(
         self, inputs: Tensor, cache: KVCache | None, rows: Rows = CHAIN, *, start: int = 0, taps: tuple[int, ...] = ()
     ) -> FeatureOutput:
-        """Run the layers from ``start`` on, and the final norm, over R new rows that follow the cache's committed rows.
+        """Run the layers from ``start`` on, and the final norm, over R new tokens after the cache's committed ones.
 
         Args:
             inputs: ``[B, R]`` ids; or ``[B, R, H]``, the hidden states that enter layer ``start``.
-            cache: where the rows' keys and values go; None attends within the R rows only.
-            rows: their mask and positions; by default a chain.
+            cache: cache for the tokens' keys and values; None attends within the R tokens only.
+            rows: mask and positions of the tokens; by default a chain.
             taps: hidden states to hand out, by the number of layers before them.
         """
         return FeatureOutput(*self.runner.forward(self, inputs, cache, rows, taps, start))

@@ -79,7 +79,7 @@ class _FixedDraft(Drafter):
 
 
 class CopyPolicy:
-    """Cuts each row's copy to what is profitable. It reads costs and acceptance, never the clock."""
+    """Cuts each sequence's copy to what is profitable. It reads costs and acceptance, never the clock."""
 
     def __init__(self) -> None:
         self._costs: dict[tuple[int, Sampling, int], Curve] = {}
@@ -92,7 +92,7 @@ class CopyPolicy:
         self._tokens = self._time = 1.0  # of the average step; time in units of a plain step
 
     def prepare(self, drafter: Drafter, batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
+        """Measure the costs of sequences of up to ``longest`` tokens, unless they are known."""
         fixed = _FixedDraft(drafter.target, min(MOST, drafter.max_draft))
         sizes, use = [size for size in ROWS if size <= fixed.max_draft], partial(setattr, fixed, "size")
         for limit in context_limits(drafter.target, longest):
@@ -102,10 +102,10 @@ class CopyPolicy:
                 self._costs[batch, sampling, limit] = Curve.of(rest)
 
     def select(self, copies: list[Copy], state: "DecodeState", other: Shape | None = None) -> list[Copy]:
-        """Cut each row's copy to its likeliest nodes, equally many in each row; nothing where that is not profitable.
+        """Cut each sequence's copy to its likeliest nodes, equally many in each; nothing where that is not profitable.
 
         Args:
-            other: what is done instead of copying; by default a step without a draft.
+            other: alternative to copying; by default a step without a draft.
         """
         other = other or Shape()
         curve = self._curve(state)
@@ -126,7 +126,7 @@ class CopyPolicy:
         return [part_of(copy, sorted(node for _, node in nodes[:count])) for copy, nodes in pairs]
 
     def beside(self, copies: list[Copy], overlap: list[Overlap], size: int, state: "DecodeState") -> list[list[int]]:
-        """Nodes of each row's copy that are profitable behind a head's draft of ``size`` nodes (hybrid ``one_tree``).
+        """Nodes of each copy that are profitable beside a head's draft of ``size`` nodes (hybrid ``one_tree``).
 
         Args:
             overlap: nodes of each copy that the draft has already.

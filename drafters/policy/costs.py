@@ -43,17 +43,17 @@ _known: dict[str, Any] = {}  # what this process has measured or read, by key
 
 
 class Curve(NamedTuple):
-    """Seconds by number of rows: linear between measured points, and beyond the last along the last two.
+    """Seconds by number of tokens: linear between measured points, and beyond the last along the last two.
 
     Attributes:
-        rows: ascending. seconds: of a step with this many rows, never falling.
+        rows: numbers of tokens, ascending. seconds: time of a step with this number of tokens, never falling.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def at(self, rows: float) -> float:
-        """Seconds of a step with ``rows`` rows."""
+        """Seconds of a step with ``rows`` tokens."""
         if len(self.rows) == 1:
             return self.seconds[0]
         place = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
@@ -62,7 +62,7 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, measured: Mapping[int, float]) -> "Curve":
-        """The curve through measured points, with noise that falls with the rows removed."""
+        """The curve through measured points, without noise that makes it fall."""
         rows = sorted(measured)
         return cls(tuple(rows), tuple(accumulate((measured[count] for count in rows), max)))
 
@@ -87,7 +87,7 @@ def step_times(
     """Seconds of a step with each plan on this machine, from the cache or measured now (``time_plans``).
 
     Args:
-        limit: of the context lengths that the times hold for. longest: tokens of the longest text that is expected.
+        limit: largest context length that the times hold for. longest: tokens of the longest text that is expected.
         key: further things that the time depends on; the target and the machine are added.
 
     Raises:
@@ -123,7 +123,7 @@ def time_plans(
     target = drafter.target
     numbers = random.Random(0)
     prompts = [[numbers.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
-    margin = drafter.max_draft + 1  # cache rows that one step may need
+    margin = drafter.max_draft + 1  # cache slots that one step may need
     room = max(min(4 * margin, target.max_context - context - margin), 2)
     generator = torch.Generator(device=target.device).manual_seed(0)
     rule, state = drafter.rule(sampling), None
@@ -176,7 +176,7 @@ class MeasuredCosts:
         self._forced: Any = None  # the plan of the next step, while costs are measured
 
     def prepare(self, drafter: "Drafter", batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure the costs of rows of up to ``longest`` tokens, unless they are known."""
+        """Measure the costs of sequences of up to ``longest`` tokens, unless they are known."""
         if self._forced is not None:
             return
         for limit in context_limits(drafter.target, longest):

@@ -58,7 +58,7 @@ class Rates:
     """Acceptance of candidates by depth and rank.
 
     Args:
-        prior: of the first depths; None takes ``PRIOR``.
+        prior: prior of the first depths; None takes ``PRIOR``.
     """
 
     def __init__(self, depths: int, ranks: int, prior: Hazards | None = None) -> None:
@@ -117,7 +117,7 @@ class Costs(NamedTuple):
     """Seconds of a step's parts at one batch size and context length.
 
     Attributes:
-        rest: all of a step but drafting, by rows (root included). first: a draft of one level.
+        rest: all of a step but drafting, by number of tokens (root included). first: a draft of one level.
         level: each further level. row: each further node that is extended in a level.
     """
 

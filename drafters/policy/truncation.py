@@ -55,7 +55,7 @@ class OnlineAcceptance:
 
 @dataclass
 class Costs:
-    """Seconds of a step: of its ``draft``, and of the ``rest`` by rows (root included)."""
+    """Seconds of a step: of its ``draft``, and of the ``rest`` by number of tokens (root included)."""
 
     draft: float
     rest: Curve
@@ -64,13 +64,13 @@ class Costs:
 class Truncation(MeasuredCosts):
     """Cuts the chains of a batch to a common length. It reads costs and acceptance, never the clock.
 
-    Rows of a batch do not depend on each other, so that a row's length may depend on the tokens of all others. The
-    block is drafted in every step; ``tree: auto`` skips drafts that are not profitable.
+    Sequences of a batch do not depend on each other, so that the length of one may depend on the tokens of all others.
+    The block is drafted in every step; ``tree: auto`` skips drafts that are not profitable.
 
     Args:
         depth: most tokens of a draft.
         trained: the drafter's estimates come from a trained confidence head; otherwise they are logits of max q.
-        temperatures: of at least ``depth`` positions, which the estimates' logits are divided by; None: not fitted.
+        temperatures: divisors of the estimates' logits, for at least ``depth`` positions; None: not fitted.
     """
 
     def __init__(self, depth: int, trained: bool, temperatures: Sequence[float] | None = None) -> None:
@@ -82,7 +82,7 @@ class Truncation(MeasuredCosts):
     def begin(self) -> None:
         """Forget the online estimate and the average step."""
         self._online = OnlineAcceptance(self.depth, self.temperatures)
-        self._latest: list[list[float]] = []  # logits of the latest draft, by batch row
+        self._latest: list[list[float]] = []  # logits of the latest draft, by sequence
         self._steps = 0
         self._tokens = self._time = 1.0  # of the average step; time in units of a step without a draft
 
@@ -105,7 +105,7 @@ class Truncation(MeasuredCosts):
         self._steps += 1
         explores = not self.trained and self._steps % EXPLORE == 0
         pace, tokens, count = self._tokens / self._time, 1.0, 0
-        paths = [1.0] * len(chances)  # of each row, the chance that the positions so far are accepted
+        paths = [1.0] * len(chances)  # chance of each sequence that the positions so far are accepted
         while count < certainty.shape[1]:
             paths = [path * row[count] for path, row in zip(paths, chances, strict=True)]
             gain = sum(paths) / len(paths)

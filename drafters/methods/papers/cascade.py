@@ -58,7 +58,7 @@ class CascadeDrafter(DraftModelDrafter):
         self._drafting = self.lm_head.as_model()  # the target of the inner drafter
         self._state: DecodeState  # of the draft model's decoding
         self._shared = 0  # committed tokens when the last draft began
-        self._q: list[Tensor] = []  # of the current draft, [accepted rows, V] per inner step
+        self._q: list[Tensor] = []  # of the current draft, [accepted tokens, V] per inner step
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1

@@ -55,7 +55,7 @@ class TokenTree:
     Attributes:
         nodes, branches, alpha: M, N and the threshold.
         depth: most tokens of a branch.
-        tokens, parents, lengths: of each node its token, its parent, and the number of tokens from the root to it.
+        tokens, parents, lengths: token and parent of each node, and number of tokens from the root to it.
         level: last nodes of the branches that continue, likeliest first.
         confidence: C_x of each of them.
         features: ``[R, H]`` of the draft model after each of them (at first after the root), while drafting continues.
@@ -194,12 +194,12 @@ class LLMCadDrafter(DraftModelDrafter):
         path = [row - 1 for row in verdict.rows[0][1:]]
         total = tree.branch_length(path[-1] if path else ROOT)
         self.alpha = next_alpha(self.alpha, len(path), total, tree.confidence[0])
-        # Commit the cache rows of the accepted nodes. Nodes of the last level have none.
+        # Commit the cache slots of the accepted nodes. Nodes of the last level have none.
         inner = tree.level[0]
         if ahead is None or path != ahead.path or verdict.tokens[0][-1] != ahead.guess:
             self._cache.commit([[node for node in path if node < inner]])
             return
-        # Right guess: move the rows drafted ahead behind the accepted ones, then uncommit them.
+        # Right guess: move the slots drafted ahead behind the accepted ones, then uncommit them.
         known = self._cache.lengths[0] + len(path) + 1
         rows = len(ahead.tree.tokens) if not ahead.tree.done else ahead.tree.level[0]
         self._cache.commit([[*path[:-1], *range(inner, inner + 2 + rows)]])
@@ -246,8 +246,8 @@ class LLMCadDrafter(DraftModelDrafter):
         """Grow a tree until it is done or ``more`` returns False.
 
         Args:
-            see: of the uncommitted rows before the tree's own, those that its nodes attend to.
-            depths: depths of these rows.
+            see: True for each uncommitted token before the tree that its nodes attend to.
+            depths: depths of these tokens.
         """
         base = depths[-1] if depths else -1
         while not tree.done and more():
@@ -267,7 +267,7 @@ class LLMCadDrafter(DraftModelDrafter):
             tree.features = self._run(tree.tokens[first:], seen, positions, len(see) + first)
 
     def _run(self, tokens: list[int], see: np.ndarray, depths: list[int], offset: int) -> Tensor:
-        """Features ``[R, H]`` of the draft model after R uncommitted rows; see ``Rows`` for the last three."""
+        """Features ``[R, H]`` of the draft model after R uncommitted tokens; see ``Rows`` for the last three."""
         ids, positions, seen = to_device(self.target.device, tokens, depths, see.ravel().tolist())
         rows = Rows(seen.view(1, *see.shape).bool(), positions[None], offset)
         return self.draft_model.run(ids[None], self._cache, rows).features[0]

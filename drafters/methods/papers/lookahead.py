@@ -28,7 +28,7 @@ class LookaheadOptions(Config):
     ``from_history``: keep the pool from prompt to prompt.
     ``pool``: file of a saved pool that the first prompt begins with, or every prompt without ``from_history``.
 
-    The defaults suit small models on a CPU, where each of the (N - 1)(W + G) rows costs time. On a GPU, the authors use
+    The defaults suit small models on a CPU, where each of (N - 1)(W + G) tokens costs time. On a GPU, the authors use
     window, ngram and guesses of 15, 5, 15 for 7B parameters, 10, 5, 10 for 13B and 7, 5, 7 for 33B.
     """
 

@@ -33,7 +33,7 @@ class MJGDOptions(Config):
 class MJGDDrafter(Drafter):
     """Beam search with the target.
 
-    ``propose`` searches for the likeliest K - 1 tokens, in uncommitted rows of the target's cache. The loop's forward
+    ``propose`` searches for the likeliest K - 1 tokens, in uncommitted slots of the target's cache. The loop's forward
     over all hypotheses gives the K-th token of each, and the rule accepts the hypothesis of highest joint likelihood.
     When sampling, hypotheses are extended by draws without replacement, and the K-th token is a draw.
     """

@@ -54,7 +54,7 @@ class MJSDDrafter(DraftModelDrafter):
         self.max_draft = self.gamma
         self.warped = options.likelihood == "warped"
         self.more_rows = self.gamma * self.beams  # all beams are in one cache, as a tree
-        self._rows: Tensor  # [gamma] draft cache rows of the drafted tokens, on the host
+        self._rows: Tensor  # [gamma] draft cache slots of the drafted tokens, on the host
 
     def rule(self, sampling: Sampling) -> Rule:
         return JointLikelihood(self.threshold, self.warped)
@@ -75,7 +75,7 @@ class MJSDDrafter(DraftModelDrafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if draft.size:
-            accepted = min(len(verdict.rows[0]) - 1, draft.size - 1)  # the last draft token has no row
+            accepted = min(len(verdict.rows[0]) - 1, draft.size - 1)  # the last draft token has no slot
             self._cache.commit([self._rows[:accepted].tolist()])
 
 

@@ -36,7 +36,7 @@ class OuroborosOptions(DraftModelOptions):
     ``from_history``: keep the pool from prompt to prompt (3.4).
     ``pool``: file of a saved pool that the first prompt begins with, or every prompt without ``from_history``.
 
-    The defaults suit small models on a CPU, where every row costs time. For billions of parameters on a GPU, Table 10
+    The defaults suit small models on a CPU, where every token costs time. For billions of parameters on a GPU, Table 10
     recommends gamma 7 to 14 for code and 2 to 6 elsewhere, window 15 to 20, beta 5 to 7, and k 3.
     """
 
@@ -79,7 +79,7 @@ class OuroborosDrafter(DraftModelDrafter):
         self._drafted: list[int] = []  # the chain
         self._tails: list[tuple[int, ...]] = []  # of the phrases appended to it
         self._trie = Trie()  # of these tails
-        self._choice = torch.zeros(0)  # the target's argmax after each row
+        self._choice = torch.zeros(0)  # the target's argmax after each token
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.remembers:
@@ -137,7 +137,7 @@ class OuroborosDrafter(DraftModelDrafter):
         """One forward of the draft model: return 1 to ``min(beta, longest)`` new draft tokens, each a sample of its q.
 
         Args:
-            pending: tokens without a row in the draft model's cache: committed ones, or the last draft token.
+            pending: tokens without a slot in the draft model's cache: committed ones, or the last draft token.
             q: when sampling, the distribution ``[1, W]`` of each new token is appended to it.
         """
         if not self.accelerate:
@@ -172,7 +172,7 @@ class OuroborosDrafter(DraftModelDrafter):
         return new
 
     def _forward(self, pending: list[int], trie: Trie) -> Tensor:
-        """Logits of the draft model after [the last pending token, the trie's nodes, the window's last rows]."""
+        """Logits of the draft model after [the last pending token, the trie's nodes, the window's last tokens]."""
         last = len(pending) - 2  # node of the last pending token; the first one is the root
         parents = [*range(-1, last), *(last + 1 + p if p >= 0 else last for p in trie.parents)]
         parents += self.window.parents(last, len(parents))

@@ -62,7 +62,7 @@ class RestDrafter(Retrieval):
             raise ValueError(f"min_ngram is {shortest} and max_ngram {options.max_ngram}; swap them")
         self.store = load_datastore(options.datastore, target)
         self.policy = CopyPolicy() if auto else None
-        self._last: dict[int, tuple[int, int]] = {}  # row -> tokens of its text at the last lookup, and its match
+        self._last: dict[int, tuple[int, int]] = {}  # sequence -> tokens of it at the last lookup, and its match
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)

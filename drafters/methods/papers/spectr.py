@@ -45,7 +45,7 @@ class SpecTrDrafter(DraftModelDrafter):
         super().__init__(target, options)
         self.gamma, self.drafts, self.draft_temperature = options.gamma, options.drafts, options.draft_temperature
         self.max_draft = self.gamma * self.drafts
-        # Cache rows are level by level, one per draft, so the rows of a draft are k apart.
+        # Cache slots are level by level, one per draft, so the slots of a draft are k apart.
         levels = torch.arange(self.gamma, device=target.device)
         self._depths = levels.repeat_interleave(self.drafts)[None]
         self._see = torch.eye(self.drafts, dtype=torch.bool, device=target.device).repeat(1, self.gamma)[None]
@@ -71,7 +71,7 @@ class SpecTrDrafter(DraftModelDrafter):
         agreed = [draft.shared(index, verdict.rows[0]) for index in range(k)]
         accepted = max(agreed)
         index = agreed.index(accepted)
-        # Commit the rows of the accepted draft. Its last token has none.
+        # Commit the slots of the accepted draft. Its last token has none.
         self._cache.commit([[level * k + index for level in range(min(accepted, gamma - 1))]])
 
     def rewind(self, state: DecodeState, length: int) -> None:
