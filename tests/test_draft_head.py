@@ -26,7 +26,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.methods.papers.specinfer import SpecInferDrafter
-from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, TextTokens, kept_ids, listed_head
+from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, TextTokens, head_ids, listed_head
 
 Options = dict[str, Any]
 # ids, options of the drafter -> the drafter, whose draft model (or oracle) is often right.
@@ -307,7 +307,7 @@ def test_the_rows_of_the_text_begin_as_what_is_listed_and_then_the_others() -> N
         vocab = rng.randint(2, 30)
         ids = rng.sample(range(vocab), rng.randint(1, vocab))
         count, text = rng.randint(1, len(ids)), rng.choice([None, rng.randint(0, 30)])
-        kept, places = kept_ids(torch.tensor(ids).int(), EagleOptions(draft_vocab=count, draft_text=text), vocab, "x")
+        kept, places = head_ids(torch.tensor(ids).int(), EagleOptions(draft_vocab=count, draft_text=text), vocab, "x")
         assert places == min(vocab - count, TEXT_ROWS if text is None else text) and kept is not None
         assert kept.tolist() == [*ids, *sorted(set(range(vocab)) - set(ids))][: count + places]
 

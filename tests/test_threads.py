@@ -38,7 +38,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(threads, "FIRST_LOOK", 0.0)
     monkeypatch.setattr(threads, "EVERY", -1.0)
     monkeypatch.setattr(threads, "_fewest", None)
-    monkeypatch.setattr(threads, "_found", None)
+    monkeypatch.setattr(threads, "_threads", None)
     monkeypatch.setattr(threads, "cpu_cores", lambda: 2)
     monkeypatch.setattr(threads, "own_cores", lambda: 2)
     monkeypatch.setattr(Look, "now", lambda: (lambda t: Look(t, others[0] * t, 0.0))(float(next(times))))

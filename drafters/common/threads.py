@@ -70,7 +70,7 @@ def threads_for(before: Look, now: Look, cores: int, most: int) -> int:
 
 
 _before: Look | None = None
-_found: int | None = None  # threads that the look before called for
+_threads: int | None = None  # threads that the look before called for
 _most: int | None = None  # threads on an idle machine; 0: the user has set them
 _fewest: int | None = None  # threads at the time of the highest load
 
@@ -107,7 +107,7 @@ def fit_threads(most: int | None = None) -> None:
     Args:
         most: threads on an idle machine; None: as torch chose, at most the cores that this process may use.
     """
-    global _before, _found, _most, _fewest
+    global _before, _threads, _most, _fewest
     if _most is None or most is not None:
         _most = most or (0 if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), cpu_cores()))
     if _most <= 1 or (_before is not None and time.monotonic() - _before.time < EVERY):
@@ -116,8 +116,8 @@ def fit_threads(most: int | None = None) -> None:
         _before = Look.now()
         time.sleep(FIRST_LOOK)
     now = Look.now()
-    threads, last = threads_for(_before, now, own_cores(), _most), _found
-    _before, _found = now, threads
+    threads, last = threads_for(_before, now, own_cores(), _most), _threads
+    _before, _threads = now, threads
     if last not in (None, threads):
         return
     _fewest = min(threads, _fewest or threads)

@@ -35,7 +35,7 @@ from drafters.heads.forms import (
 from drafters.heads.keys import CONFIG_FILE, MADE_FROM, READERS, made_from, older_keys, rope, size
 from drafters.heads.shape import HeadShape
 from drafters.hub.checkpoint import WEIGHTS_FILE, load_state
-from drafters.model.draft_head import DRAFT_IDS, check_ids, kept_ids
+from drafters.model.draft_head import DRAFT_IDS, check_ids, head_ids
 from drafters.model.files import load_config_only
 from drafters.model.layers import ROPES, default_layer, layer_config, unserved
 
@@ -233,7 +233,7 @@ class OneLayerForms(HeadForms):
         weights = dict(head.weights)
         if (ids := weights.pop(DRAFT_IDS, None)) is not None:
             check_ids(ids, target.vocab_size, head.source)
-        kept_ids(ids, head.drafting, target.vocab_size, head.source)  # refuses what drafting would
+        head_ids(ids, head.drafting, target.vocab_size, head.source)  # refuses what drafting would
         hot = None if head.drafting.draft_vocab is None else ids  # all of them: an engine adds no tokens of the text
         load_state(self.module(target, head.shape), weights, head.source)
         weights, bias = in_one_dtype(weights), self._has_bias(head.shape)

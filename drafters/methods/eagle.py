@@ -34,7 +34,7 @@ from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
 from drafters.model import backend
 from drafters.model.draft_head import DraftHead, DraftHeadOptions, listed_head, own_head, quantize_layers
-from drafters.model.layers import own_rope, rope_of
+from drafters.model.layers import rope_of
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Part, identity, model_time
 from drafters.model.target import TargetModel
@@ -171,7 +171,8 @@ class EagleFeatures(FeatureHead):
             embeddings = states[..., width:] if unshifted else target.embed(tokens)
             return module.enter(states[..., :width], embeddings, fc)
 
-        part = target.runner.part(list(module.layers), enter, rotary=own_rope(module, target.config))
+        rotary = None if module.shape.layer == "target" else rope_of(module.config)
+        part = target.runner.part(list(module.layers), enter, rotary=rotary)
         if options.draft_dtype is not None:
             quantize_layers(part, options.draft_dtype, *([] if fc is None else [fc]))
         super().__init__(target, module, part, lm_head)

@@ -30,9 +30,8 @@ from drafters.model.weights import fetch
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
 D2T = "d2t"  # int64 [N]: the target's id of draft token i is i + d2t[i], as engines store it
-TEXT_ROWS = (
-    512  # for the text's own tokens, unless told: a prompt of a thousand tokens seldom has as many that are rare
-)
+# Rows for the text's own tokens, by default: a prompt of a thousand tokens seldom has as many that are rare.
+TEXT_ROWS = 512
 # Or a JSON list beside the weights of a draft model. Not safetensors: engines load all such files as weights.
 DRAFT_IDS_FILE = "draft_ids.json"
 
@@ -175,7 +174,7 @@ def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
     """
     rows = rows_of_head(model)
     listed = _ids_beside(model, rows) if options.draft_vocab is not None else None
-    ids, text = kept_ids(listed, options, rows, str(model.source or model.name))
+    ids, text = head_ids(listed, options, rows, str(model.source or model.name))
     return DraftHead(model, ids, options.draft_dtype, text=text)
 
 
@@ -187,7 +186,7 @@ def listed_head(
     Raises:
         ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
     """
-    ids, text = kept_ids(getattr(module, DRAFT_IDS, None), options, target.vocab_size, "the checkpoint")
+    ids, text = head_ids(getattr(module, DRAFT_IDS, None), options, target.vocab_size, "the checkpoint")
     return DraftHead(target, ids, options.draft_dtype, lm_head, text)
 
 
@@ -206,12 +205,12 @@ def rows_of_head(model: TargetModel) -> int:
 
 
 def room_for_text(count: int, vocab_size: int) -> int:
-    """Rows for the text's tokens beside those of ``count`` frequent ones, unless told."""
+    """Default number of rows for the text's tokens beside those of ``count`` frequent ones."""
     return min(TEXT_ROWS, vocab_size - count)
 
 
-def kept_ids(ids: Tensor | None, options: DraftHeadOptions, vocab_size: int, source: str) -> tuple[Tensor | None, int]:
-    """Of a checkpoint's ids those to draft with, and how many of them, the last, give way to tokens of the text.
+def head_ids(ids: Tensor | None, options: DraftHeadOptions, vocab_size: int, source: str) -> tuple[Tensor | None, int]:
+    """Select a draft head's ids of a checkpoint's; return them and how many, the last ones, give way to the text's.
 
     Raises:
         ValueError: ``draft_vocab`` is set, and there are no ids, or fewer.

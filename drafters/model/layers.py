@@ -70,11 +70,6 @@ def layer_config(config: PretrainedConfig, layer: HeadLayer | DraftLayer) -> Pre
     return config if layer == "target" else layer_kind(config, layer).config
 
 
-def own_rope(head: Any, config: PretrainedConfig) -> Rotary | None:
-    """Return the RoPE of a head's Llama or Qwen3 layer; None if its layer is the target's own and uses the target's."""
-    return None if head.shape.layer == "target" else rope_of(head.config)
-
-
 def rope_of(config: PretrainedConfig) -> Rotary:
     """The RoPE of Llama's or Qwen3's layers of this configuration."""
     return Rotary(LlamaRotaryEmbedding(config), config)  # type: ignore[arg-type]
