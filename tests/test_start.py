@@ -377,6 +377,13 @@ def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path,
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="chat template"):
         train.start.main([*given, "--target", str(bare)])
+    shutil.copy(target_folder / "chat_template.jinja", bare)
+    shutil.copy(bare / "model.safetensors", bare / "more.safetensors")
+    (bare / "model.safetensors.index.json").write_text(
+        '{"metadata": {}, "weight_map": {"lm_head.weight": "more.safetensors"}}'
+    )
+    with pytest.raises(ValueError, match="holds two sets of weights"):
+        train.start.main([*given, "--target", str(bare)])
     assert not out.exists()
     out.mkdir()
     (out / "start.json").write_text(json.dumps({"settings": {"minutes": 60}}))
