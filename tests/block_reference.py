@@ -26,19 +26,37 @@ def turned(heads: Tensor, positions: Tensor, theta: float) -> Tensor:
     )
 
 
-def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, causal: bool = False) -> Tensor:
+def sees(shape: Any, layer: int, context: int, rows: int) -> Tensor:
+    """Bool ``[rows, context + rows]``: what row j of a block with the anchor a = ``context`` attends to in a layer.
+
+    Of a sliding layer with a window of W: the token at p if a + j - p < W (z-lab, vLLM), or for the edge "anchor" if
+    a - W <= p (speculators). Inside the block all rows, or those up to j.
+    """
+    see = torch.zeros(rows, context + rows, dtype=torch.bool)
+    sliding = shape.sliding_window is not None and layer not in shape.full_layers
+    causal = sliding if shape.causal == "sliding" else shape.causal
+    for j in range(rows):
+        for p in range(context):
+            near = context - p <= shape.sliding_window if shape.window_edge == "anchor" else True
+            if shape.window_edge == "slot" and sliding:
+                near = context + j - p < shape.sliding_window
+            see[j, p] = near or not sliding
+        for k in range(rows):
+            see[j, context + k] = k <= j or not causal
+    return see
+
+
+def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, shape: Any = None) -> Tensor:
     """States ``[T, H]`` of a block's rows, for the LM head.
 
     Args:
         states: ``[C, taps * H]``, the target's, of all tokens before the anchor. block: ``[T, H]`` embeddings.
+        shape: the head's; None: all rows see everything.
     """
     eps, context, rows = config.rms_norm_eps, len(states), len(block)
     features = rms(states @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     theta, width = config.rope_parameters["rope_theta"], config.head_dim
     positions = torch.arange(context + rows).float()
-    see = torch.ones(rows, context + rows).bool()
-    if causal:
-        see = see.tril(context)
     hidden = block
     for number in range(config.num_hidden_layers):
         own = {name.removeprefix(f"layers.{number}."): w for name, w in weights.items() if f"layers.{number}." in name}
@@ -53,7 +71,8 @@ def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, c
         q, k = turned(heads["q"], positions[context:], theta), turned(heads["k"], positions, theta)
         k, v = k.repeat_interleave(groups, dim=1), heads["v"].repeat_interleave(groups, dim=1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width)
-        scores = scores.masked_fill(~see, -torch.inf)
+        if shape is not None:
+            scores = scores.masked_fill(~sees(shape, number, context, rows), -torch.inf)
         mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(rows, -1)
         hidden = hidden + mixed @ own["self_attn.o_proj.weight"].T
         inner = rms(hidden, own["post_attention_layernorm.weight"], eps)

@@ -155,10 +155,19 @@ WRONG: dict[str, tuple[Change, str]] = {
     "scaled values": (flash(attention_value_scale=0.5), "attention_value_scale is 0.5"),
     "scaled logits": (flash(output_multiplier=0.2), "output_multiplier is 0.2"),
     "RoPE in pairs": (lambda c, w: c.update(rope_is_neox_style=False), "rope_is_neox_style is False: .* interleaved"),
-    "sliding windows": (
-        lambda c, w: c.update(layer_types=["sliding_attention", "full_attention"], sliding_window=2048),
-        "trained with sliding windows of 2048 tokens",
+    "windows without a length": (
+        lambda c, w: c.update(layer_types=["sliding_attention", "full_attention"]), "and sliding_window is None",
     ),
+    "windows of some layer": (
+        lambda c, w: c.update(use_sliding_window=True, sliding_window=64) or c.pop("layer_types"), "add them: .sliding",
+    ),
+    "types of too few layers": (
+        lambda c, w: c.update(layer_types=["sliding_attention"], sliding_window=64), "1 entries for 2 layers",
+    ),
+    "a window below a block": (
+        lambda c, w: c.update(layer_types=["sliding_attention"] * 2, sliding_window=4), "is 4, and a block has 5 rows",
+    ),
+    "use_swa without a length": (lambda c, w: c.update(use_swa=True), "there is no swa_window_size"),
     "another method": (lambda c, w: c.update(speculators_model_type="dflash2"), "speculators_model_type is 'dflash2'"),
     "a group as a list": (lambda c, w: c.update(dflash_config=["x"]), r"dflash_config: .* an object .*\['x'\]"),
     "two values": (lambda c, w: (c.update(mask_token_id=3)), "mask_token_id is 2 in dflash_config and 3 beside it"),
@@ -270,6 +279,6 @@ def test_the_check_names_who_serves_it(served: Path, target: TargetModel, tmp_pa
     config, weights = written(tmp_path / "out")
     rewrite(tmp_path / "out", config | {"sliding_window_non_causal": False}, weights)
     assert re.search("is a DFlash head for speculators, ", check(tmp_path / "out", None, target.name))
-    with pytest.raises(ValueError, match="with sliding_window_non_causal: false its blocks attend to earlier rows"):
+    with pytest.raises(ValueError, match="_non_causal is false, so that the rows of a block would see earlier rows"):
         check(tmp_path / "out", "vllm", target.name)
     assert BLOCK["block_size"] == config["block_size"]

@@ -29,7 +29,13 @@ CASES: dict[str, Case] = {
     "dflash": ("dflash", {}),
     "dflash-llama-causal": ("dflash", {"layer": "llama", "causal": True, "layers": 1}),
     "dflash-anchor-first-small-vocabulary": ("dflash", {"layout": "anchor-first", "draft_vocab_size": 60}),
+    "dflash-windows": ("dflash", {"sliding_window": 5}),
+    "dflash-mixed": ("dflash", {"sliding_window": 6, "full_layers": [1], "causal": "sliding"}),
+    "dflash-anchored": ("dflash", {"sliding_window": 5, "window_edge": "anchor", "causal": "sliding"}),
     "dspark": ("dspark", {"layout": "anchor-first"}),
+    "dspark-mixed-anchored": (
+        "dspark", {"layout": "anchor-first", "sliding_window": 5, "full_layers": [0], "window_edge": "anchor"}
+    ),
     "dspark-gated-small-vocabulary": (
         "dspark", {"layout": "anchor-first", "markov_head": "gated", "draft_vocab_size": 60}
     ),
@@ -70,13 +76,14 @@ def test_a_training_pass_is_the_one_described(case: str) -> None:
         own = slice(number * size, (number + 1) * size)
         see[own, :anchor] = True
         inside = torch.ones(size, size).bool()
-        see[own, len(known) + own.start : len(known) + own.stop] = inside.tril() if head.shape.causal else inside
+        inside = inside.tril() if head.shape.causal is True else inside
+        see[own, len(known) + own.start : len(known) + own.stop] = inside
     positions = torch.cat([torch.arange(len(known)), *(torch.arange(size) + anchor for anchor in anchors)])
     found = head(states[None], torch.cat(blocks)[None], positions[None], see[None, None])[0].split(size)
     for anchor, block, rows in zip(anchors, blocks, found, strict=True):
-        expected = block_states(head.state_dict(), head.config, states[:anchor], block, drafter.module.shape.causal)
+        expected = block_states(head.state_dict(), head.config, states[:anchor], block, drafter.module.shape)
         torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)
-    if not drafter.module.shape.causal:  # without a mask: one block behind all of the context
+    if not head.shape.causal and not head.shape.sliding_window:  # without a mask: one block behind all of the context
         alone = head(states[None, :4], blocks[0][None], positions[None, [0, 1, 2, 3, *range(4, 4 + size)]])
         torch.testing.assert_close(alone[0], found[0], atol=1e-5, rtol=1e-5)
 
@@ -113,7 +120,7 @@ class Described:
         drafter, given = self.drafter, self.drafter.module.shape
         context = tapped(drafter.target, drafter, known)[:-1]
         block = embedded(drafter.target, known[-1])
-        rows = block_states(self.weights, drafter.module.config, context, block, given.causal)
+        rows = block_states(self.weights, drafter.module.config, context, block, given)
         return rows[1:] if given.layout == "fill-in" else rows
 
     def logits(self, known: list[int], path: list[int]) -> Tensor:

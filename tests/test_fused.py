@@ -159,7 +159,7 @@ def test_weights_are_not_packed_when_memory_is_short(monkeypatch: pytest.MonkeyP
 def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: int | None) -> None:
     """Catches columns of a window at the wrong place, and query heads that get another row's mask."""
     placed = Placed(Rows(offset=offset), lengths, rows, torch.device("cpu"))
-    mask, bias = placed.mask(Scope(window)), placed.bias(window, 2, torch.float32)
+    mask, bias = placed.mask(Scope(window)), placed.bias(Scope(window), 2, torch.float32)
     assert (mask is None) == (bias is None)
     if mask is not None and bias is not None:
         assert set(bias.unique().tolist()) <= {0.0, float("-inf")}

@@ -23,7 +23,7 @@ from drafters.model.cache import KVCache, Storage
 from drafters.model.draft_head import DraftHead
 from drafters.model.fused import attend_by_products
 from drafters.model.graphs import GraphRunner
-from drafters.model.rows import CHAIN, Placed
+from drafters.model.rows import CHAIN, EVERYTHING, Placed
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_attention_on_cuda(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) 
     assert biases and all(bias.storage_offset() == 0 and bias.is_contiguous() for bias in biases)
     assert SDPBackend.CUDNN_ATTENTION in _cur_sdpa_kernel_backends()  # as it was, for everybody else
     placed = Placed(CHAIN, [13], 8, CUDA)
-    bias = placed.bias(None, 2, torch.bfloat16)
+    bias = placed.bias(EVERYTHING, 2, torch.bfloat16)
     assert bias is not None and bias.is_contiguous() and not bias.storage_offset()
 
 

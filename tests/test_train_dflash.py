@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from drafters import TargetModel, generate, load_drafter
+from drafters.model.rows import EVERYTHING, Scope
 from train import dflash
 from train.core import attention
 from train.core.attention import Blocks, block_attention
@@ -77,17 +78,18 @@ def test_attention_of_blocks_equals_a_mask(causal: bool, at_once: int, monkeypat
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scope", [EVERYTHING, Scope(5), Scope(4, causal=True), Scope(5, anchored=True)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flex_attention_equals_products(causal: bool) -> None:
+def test_flex_attention_equals_products(causal: bool, scope: Scope) -> None:
     """Catches a mask that differs on a GPU. Its gradients are those of ``make gpu``: a CPU has no backward pass."""
     blocks = Blocks([6, 3, 20, 4], [[0, 2, 5], [], [1, 7, 8, 13, 19], [3]], 3, causal)
     tokens, rows = 33, 27
     shapes = [(1, HEADS, rows, WIDTH), *[(1, KV_HEADS, tokens + rows, WIDTH)] * 2]
-    given: list[Any] = [SimpleNamespace(training=False), *map(torch.randn, shapes), blocks]
+    given: list[Any] = [SimpleNamespace(training=False, scope=scope), *map(torch.randn, shapes), blocks]
     with torch.compiler.set_stance("force_eager"):
         found = attention.flex_block_attention(*given, scaling=0.3)
     torch.testing.assert_close(found, block_attention(*given, scaling=0.3), rtol=1e-5, atol=1e-5)
-    assert blocks.mask(found.device) is blocks.mask(found.device)  # one for all layers
+    assert blocks.mask(found.device, scope) is blocks.mask(found.device, scope)  # one for all layers
 
 
 def test_runs() -> None:
@@ -179,6 +181,8 @@ LOSSES = [
     {"layout": "anchor-first", "target_weight": 1.5, "token_weight": 0.5, "classification_loss": "total_variation"},
     {"draft_vocab": 60, "target_weight": 1.0, "token_weight": 0.25, "position_weights": "d-pace"},
     {"position_weights": "d-pace", "layers": 2},
+    {"sliding_window": 5, "layers": 2, "full_layers": [1], "causal": "sliding"},
+    {"sliding_window": 6, "window_edge": "anchor"},
 ]
 
 
@@ -217,7 +221,7 @@ def reference(task: Any, batch: Any, corrected: Any, more: Any = None) -> Tensor
                 count += 1
             block = torch.tensor([int(tokens[anchor])] + [config.head.mask_token_id] * (config.head.block_size - 1))
             embedded = task.ends.embed(block)
-            rows = block_states(own, head.config, states[:anchor], embedded, config.head.causal)
+            rows = block_states(own, head.config, states[:anchor], embedded, config.head)
             rows = rows[config.head.block_size - config.head.slots :][:count]
             logits = rows @ (lm_head.weight[ids] if head.lm_head is None else head.lm_head.weight).T
             q = corrected(logits, tokens[anchor : anchor + count], rows).softmax(-1)

@@ -124,7 +124,7 @@ def test_figures_of_slots(settings: dict[str, Any], layout: str) -> None:
         mask, states = span.of(batch.loss_mask).tolist(), span.of(batch.taps[tiny_run.TAP])
         for anchor in anchors:
             block = torch.tensor([int(span.of(batch.input_ids)[anchor])] + [2] * (size - 1))
-            rows = block_states(own, task.module.config, states[:anchor], task.ends.embed(block), False)
+            rows = block_states(own, task.module.config, states[:anchor], task.ends.embed(block))
             for slot, row in enumerate(rows[size - slots :]):
                 if anchor + slot + 1 >= span.length or not mask[anchor + slot + 1]:
                     break

@@ -58,7 +58,7 @@ class DFlashTask(Task):
         super().__init__(config, ends)
         head: Any = self.module
         self.layers_config, self.block_rows, self.slots = head.config, head.shape.rows, head.shape.slots
-        self.against_logits = config.target_weight > 0
+        self.reach, self.against_logits = head.shape.reach, config.target_weight > 0
         if head.lm_head is not None:
             self.heads.drafter_heads, self.lm_heads = [head.lm_head], ("lm_head.weight",)
 
@@ -154,7 +154,7 @@ class DFlashTask(Task):
         places = anchors[:, None] + torch.arange(shape.rows, device=device)
         features = torch.cat([batch.taps[tap] for tap in shape.reads], dim=-1)
         positions = torch.cat([batch.position_ids, places.view(1, -1)], dim=1)
-        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, shape.rows, shape.causal)
+        blocks = Blocks(batch.dialogue_lengths(), batch.anchors, shape.rows, shape.causal is True)
         states = module(features, self.ends.embed(ids.view(1, -1)), positions, blocks)
         return states.view(len(anchors), shape.rows, states.shape[-1])[:, shape.first_slot :]
 

@@ -13,6 +13,8 @@ from drafters.loop.tree import DraftTree
 from drafters.model.cache import KVCache
 from drafters.model.target import FeatureOutput, TargetModel
 
+SPARE = 1024  # slots of a bounded cache beyond the tokens that it keeps: for a draft, and for tokens to come
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -101,6 +103,15 @@ class PendingFeatures:
             begins = ends
         return pending
 
+    def keep_last(self, cache: KVCache, count: int) -> None:
+        """Forget all but the last ``count`` features of each sequence, and what ``cache`` has of one that lost some."""
+        for b, known in enumerate(self.counts):
+            if known > count:
+                cache.dropped[b] += cache.lengths[b] + known - count
+                cache.lengths[b] = 0
+        kept = [list(range(max(known - count, 0), known)) for known in self.counts]
+        self.features, self.counts = rows_of(self.features, kept), list(map(len, kept))
+
     def replace(self, rows: list[int], other: "PendingFeatures") -> None:
         """Give the sequences ``rows`` the pending features of another batch's sequences 0, 1, ..., one each."""
         for number, row in enumerate(rows):
@@ -129,11 +140,14 @@ class StateHead(Head):
 
     Args:
         layers: number of its layers. layer: their configuration.
+        reach: tokens before a draft that it attends to; None: all. Its cache has room for no more than it needs.
     """
 
-    def __init__(self, target: TargetModel, module: nn.Module, layers: int, layer: "PretrainedConfig") -> None:
+    def __init__(
+        self, target: TargetModel, module: nn.Module, layers: int, layer: "PretrainedConfig", reach: int | None = None
+    ) -> None:
         super().__init__(target, module)
-        self.taps = self.module.shape.reads
+        self.taps, self.reach = self.module.shape.reads, reach
         self._layers, self.layer = layers, layer
         self.cache = KVCache.nothing()
         self.pending: PendingFeatures
@@ -146,6 +160,8 @@ class StateHead(Head):
         """Read what is pending; return what ``read`` returns of the last tokens."""
         latest = None
         state.empty_finished(self.cache)
+        if self.reach is not None:
+            self._make_room(self.reach, max(self.pending.counts))
         for features, counts in self.pending.take(state.finished, self.cache):
             latest = self.read(features, counts, state)
         return latest
@@ -173,8 +189,23 @@ class StateHead(Head):
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' tokens into a new cache, all but the last of each, whose features are pending."""
         features = self.true_features(output)
-        self.cache = self.target.new_cache(state.batch, state.cache.capacity, self._layers, self.layer)
         self.pending = PendingFeatures(features, state.prompt_lengths)
         counts = [length - 1 for length in state.prompt_lengths]
+        capacity, first = state.cache.capacity, [0] * state.batch
+        if self.reach is not None:
+            capacity = min(capacity, 2 * self.reach + SPARE)
+            first = [max(count - self.reach, 0) for count in counts]
+        self.cache = self.target.new_cache(state.batch, capacity, self._layers, self.layer)
+        self.cache.dropped, self.cache.positions = first, max(state.cache.capacity, self.cache.capacity)
+        if any(first):
+            features = rows_of(features, [list(range(*ends)) for ends in zip(first, counts, strict=True)])
         if any(counts):
-            self.read(features[:, :-1], counts, state)
+            read = [count - start for count, start in zip(counts, first, strict=True)]
+            self.read(features[:, : max(read)], read, state)
+
+    def _make_room(self, reach: int, pending: int) -> None:
+        """Give up tokens that no draft attends to any more, if the pending ones and a draft would not fit."""
+        if pending > reach:  # of these, too, the last are enough
+            self.pending.keep_last(self.cache, reach)
+        if max(self.cache.lengths) + pending + SPARE > self.cache.capacity:
+            self.cache.keep_last(reach)

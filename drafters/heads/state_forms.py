@@ -85,6 +85,10 @@ class StateForms(HeadForms):
         """Why programs that load the form of this ``config.json`` would read another head in it."""
         return {}
 
+    def as_served(self, to: str, config: Mapping[str, Any], shape: Any) -> Any:
+        """The head that ``to`` serves of a folder, where its difference from ``shape`` is a note and no refusal."""
+        return shape
+
     def more_problems(self, config: Mapping[str, Any]) -> list[str]:
         """What else engines would load without a word, in words."""
         return []
@@ -162,7 +166,7 @@ class StateForms(HeadForms):
         loaded = self.loaded_by.get(self.form_of(stored.config), ())
         otherwise = self.refusals(stored.config, shape, target.num_hidden_layers)
         refused = {
-            to: (self.why_not(to, shape, target) or otherwise.get(to))
+            to: (self.why_not(to, self.as_served(to, stored.config, shape), target) or otherwise.get(to))
             if to in loaded and to in self.readers
             else another_form(to)
             for to in READERS

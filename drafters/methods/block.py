@@ -68,16 +68,16 @@ class BlockHead(StateHead):
     """A block head in the loop: it reads true states, and answers with the slots of one pass over a block."""
 
     def __init__(self, target: TargetModel, module: BlockBackbone, options: BlockOptions) -> None:
-        super().__init__(target, module, module.shape.layers, module.config)
+        super().__init__(target, module, module.shape.layers, module.config, module.shape.reach)
         shape, runner, head = module.shape, target.runner, self.module
         self.lm_heads = [own_head(target, module, options.draft_dtype)]
-        self.block = runner.part(head.layers, target.embed, runner.norm(head.norm), rope_of(head.config))
+        self.block = runner.part(head.layers, target.embed, runner.norm(head.norm), rope_of(head.config), head.scopes)
         fc, norm = runner.linear(head.fc), runner.norm(head.hidden_norm)
         layers = [PartLayer(ContextLayer(layer.self_attn, runner.linear), n) for n, layer in enumerate(head.layers)]
         self.context = Part(layers, lambda states: norm(fc(states)), rope=self.block.rope)
         if options.draft_dtype is not None:
             quantize_layers(self.block, options.draft_dtype, fc)
-        self._rows = block_rows(shape.rows, shape.causal, target.device)
+        self._rows = block_rows(shape.rows, shape.causal is True, target.device)
         masks = [shape.mask_token_id] * (shape.rows - 1)
         self._masks = torch.tensor([masks], dtype=torch.long, device=target.device)
         self._depth = options.depth or shape.slots

@@ -35,7 +35,7 @@ from drafters.loop.tree import DraftTree
 from drafters.model import backend
 from drafters.model.draft_head import DraftHead, DraftHeadOptions, listed_head, own_head, quantize_layers
 from drafters.model.layers import rope_of
-from drafters.model.rows import CHAIN, Rows
+from drafters.model.rows import CHAIN, Rows, Scope
 from drafters.model.runner import Part, identity, model_time
 from drafters.model.target import TargetModel
 from drafters.policy.shape import PRIOR, Probability, Way
@@ -206,7 +206,8 @@ class Eagle3Features(FeatureHead):
             return torch.cat([target.embed(tokens), features], dim=-1)
 
         leave = norm if shape.norm_output else identity
-        part = runner.part(list(module.layers), enter, leave, rope_of(module.config), shape.sliding_window)
+        scopes = [Scope(shape.sliding_window)] * shape.layers
+        part = runner.part(list(module.layers), enter, leave, rope_of(module.config), scopes)
         if options.draft_dtype is not None:
             quantize_layers(part, options.draft_dtype)
         super().__init__(target, module, part, lm_head)

@@ -68,6 +68,8 @@ class KVCache:
         keys, values: each layer's ``[batch, kv_heads, capacity, width]``; the layers of one shape on one device are
             contiguous.
         storage: memory that captured forwards are bound to; None for a cache that is not made for them.
+        dropped: number of tokens of each sequence before those of the cache, whose slots were given up.
+        positions: most positions of a sequence, if more than the capacity.
         ends: ``[batch]`` on the host, slots of each sequence in use with those that ``at`` gave to new tokens.
 
     Raises:
@@ -104,7 +106,7 @@ class KVCache:
             self._parts = [(storage.keys, storage.values)]
         self.keys: list[Tensor] = [layer for keys, _ in self._parts for layer in keys]
         self.values: list[Tensor] = [layer for _, values in self._parts for layer in values]
-        self.lengths = [0] * batch
+        self.lengths, self.dropped, self.positions = [0] * batch, [0] * batch, capacity
         self.ends = torch.zeros(batch, dtype=torch.long)
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
 
@@ -160,9 +162,19 @@ class KVCache:
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
         self.lengths = list(lengths)
 
+    def keep_last(self, count: int) -> None:
+        """Give up the committed rows before the last ``count`` of each sequence."""
+        for b, length in enumerate(self.lengths):
+            if (first := length - count) > 0:
+                for keys, values in self._parts:
+                    keys[:, b, :, :count] = keys[:, b, :, first:length].clone()
+                    values[:, b, :, :count] = values[:, b, :, first:length].clone()
+                self.lengths[b], self.dropped[b] = count, self.dropped[b] + first
+
     def copy_row(self, row: int, other: "KVCache", number: int = 0) -> None:
         """Copy sequence ``number`` of another cache into sequence ``row``."""
         end = self.lengths[row] = other.lengths[number]
+        self.dropped[row] = other.dropped[number]
         for ours, theirs in zip(self._parts, other._parts, strict=True):
             for values, others in zip(ours, theirs, strict=True):
                 values[:, row, :, :end] = others[:, number, :, :end]

@@ -79,8 +79,9 @@ class Captured:
         """The operations that are captured; every input is a buffer, every shape is fixed."""
         part, rows, (cos, sin) = self.part, self.rows, self.table
         positions = rows.positions()
-        biases = rows.biases(positions, part.windows, part.groups, self.storage.keys.dtype)
-        cache, angles = StorageRows(self.storage, rows.slots(), rows.end), (cos[positions], sin[positions])
+        biases = rows.biases(positions, part.scopes, part.groups, self.storage.keys.dtype)
+        places = positions + rows.dropped[:, None]
+        cache, angles = StorageRows(self.storage, rows.slots(), rows.end), (cos[places], sin[places])
         self.outputs = part.through(part.enter(*self.inputs), angles, {**biases}, cache, self.taps)
 
 
@@ -131,10 +132,10 @@ class GraphRunner(Runner):
         count, batch = padded_rows(rows.count), len(rows.lengths)
         uncommitted = padded_rows(rows.offset + count)
         seen = seen_rows(rows.end - rows.count + count, cache.capacity)
-        key = (cache.storage, count, uncommitted, seen, taps, *(x.dtype for x in inputs))
+        table = (part.rope or self.rope).table(cache.positions + MOST_ROWS)
+        key = (cache.storage, count, uncommitted, seen, len(table[0]), taps, *(x.dtype for x in inputs))
         captured = part.captured.get(key)
         if captured is None:  # its first time: buffers that never move, which outlive this call's inference mode
-            table = (part.rope or self.rope).table(cache.capacity + MOST_ROWS)
             with torch.inference_mode(False):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
                 fed = [x.new_zeros(batch, count, *x.shape[2:]) for x in inputs]

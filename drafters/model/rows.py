@@ -36,19 +36,26 @@ CHAIN = Rows()
 
 
 class Scope(NamedTuple):
-    """Which earlier tokens a layer attends to: all, those less than ``window`` back, or those of its own ``chunk``."""
+    """Which tokens a layer attends to: all, those less than ``window`` back, or those of its own ``chunk``.
+
+    ``anchored``: all new rows see ``window`` tokens before the first of them. ``causal``: none sees a later one.
+    """
 
     window: int | None = None
     chunk: int | None = None
+    anchored: bool = False
+    causal: bool = False
 
-    def reaches(self, end: int) -> bool:
-        """Return True if the first of ``end`` tokens is seen by the last."""
-        return (self.window is None or end <= self.window) and (self.chunk is None or end <= self.chunk)
+    def hides_none(self, end: int) -> bool:
+        """Return True if rows up to ``end`` see one another."""
+        return not self.causal and all(size is None or end <= size for size in (self.window, self.chunk))
 
     def of(self, positions: Tensor, keys: Tensor) -> Tensor:
-        """Bool ``[B, R, S]``: which keys at ``keys [B, S]`` tokens at ``positions [B, R]`` attend to."""
+        """Bool ``[B, R or 1, S]``: which keys at ``keys [B, S]`` tokens at ``positions [B, R]`` attend to."""
         if self.window is not None:
-            return positions[:, :, None] - keys[:, None] < self.window
+            first, keys = positions[:, :1, None], keys[:, None]
+            near = first - keys <= self.window if self.anchored else positions[:, :, None] - keys < self.window
+            return near & (keys <= positions[:, :, None]) if self.causal else near
         assert self.chunk is not None
         return positions[:, :, None] // self.chunk == keys[:, None] // self.chunk
 
@@ -65,8 +72,11 @@ class Placed:
         end: tokens of the longest sequence, the new ones included.
     """
 
-    def __init__(self, rows: Rows, lengths: list[int], count: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: Rows, lengths: list[int], count: int, device: torch.device, dropped: list[int] | None = None
+    ) -> None:
         self.see, depths, self.offset = rows
+        self.dropped = dropped if dropped and any(dropped) else None
         self.depths = torch.arange(rows.offset + count, device=device)[None] if depths is None else depths
         self.lengths, self.count, self.device = lengths, count, device
         self.uniform = lengths.count(lengths[0]) == len(lengths)
@@ -78,13 +88,19 @@ class Placed:
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
         return (first + depths).expand(len(self.lengths), -1)
 
+    def text_positions(self) -> Tensor:
+        """``[B, R]`` in the text, of which the cache may have dropped the beginning."""
+        if self.dropped is None:
+            return self.positions()
+        return self.positions() + torch.tensor(self.dropped, device=self.device)[:, None]
+
     def mask(self, scope: Scope = EVERYTHING, always: bool = False) -> Tensor | None:
         """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one token that sees everything, or a causal
         block with nothing before it.
 
         ``scope``: other keys are hidden. ``always``: no None.
         """
-        limited, see = not scope.reaches(self.end), self.see
+        limited, see = not scope.hides_none(self.end), self.see
         if see is None:
             if self.uniform and (self.count == 1 or self.end == self.count) and not limited and not always:
                 return None
@@ -99,14 +115,13 @@ class Placed:
             mask = mask & scope.of(self.positions(), key_positions(self._lengths(), depths, self.end))
         return mask[:, None]
 
-    def bias(self, window: int | None, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
+    def bias(self, scope: Scope, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
         """``mask`` as values to add to the scores: ``[B or 1, 1, groups * R, end]`` or None.
 
         The R tokens are repeated once for each of the ``groups`` query heads that share a key head. ``causal``:
         attention needs none for tokens that see all before them.
         """
-        scope = Scope(window)
-        if causal and self.see is None and scope.reaches(self.end):
+        if causal and self.see is None and scope.hides_none(self.end):
             return None
         mask = self.mask(scope)
         return None if mask is None else additive(mask, groups, dtype, float("-inf"))
@@ -138,10 +153,10 @@ class Rope:
 
     def __call__(self, rows: Placed) -> Angles:
         """``[B, R, ...]`` at the tokens' positions."""
+        positions = rows.text_positions()
         if self.by_length:
-            return self._form(self._rotary(self._like, position_ids=rows.positions()))
-        cos, sin = self.table(rows.end)
-        positions = rows.positions()
+            return self._form(self._rotary(self._like, position_ids=positions))
+        cos, sin = self.table(rows.end + max(rows.dropped or [0]))
         return cos[positions], sin[positions]
 
     def table(self, upto: int) -> Angles:
@@ -162,6 +177,7 @@ class BufferedRows:
 
     Attributes:
         lengths, offset: numbers of committed tokens ``[B]``, and of uncommitted tokens before the new ones ``[]``.
+        dropped: ``[B]`` number of tokens before those of the cache.
         depths: ``[B, T]`` depths of the uncommitted tokens. see: ``[B, R, T]`` which of them each new token sees.
         end: cache slots that attention reads.
     """
@@ -169,6 +185,7 @@ class BufferedRows:
     def __init__(self, batch: int, count: int, uncommitted: int, end: int, device: torch.device) -> None:
         self.count, self.end, self.device = count, end, device
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.dropped = torch.zeros(batch, dtype=torch.long, device=device)
         self.offset = torch.zeros((), dtype=torch.long, device=device)
         self.depths = torch.zeros(batch, uncommitted, dtype=torch.long, device=device)
         self.see = torch.zeros(batch, count, uncommitted, dtype=torch.bool, device=device)
@@ -180,6 +197,10 @@ class BufferedRows:
         else:
             known = torch.tensor(rows.lengths, pin_memory=self.lengths.is_cuda)
             self.lengths.copy_(known, non_blocking=True)
+        if rows.dropped is None:
+            self.dropped.zero_()
+        else:
+            self.dropped.copy_(torch.tensor(rows.dropped, pin_memory=self.lengths.is_cuda), non_blocking=True)
         self.offset.fill_(rows.offset)
         order = torch.arange(self.see.shape[2], device=self.device)
         indices = (rows.offset + torch.arange(self.count, device=self.device))[:, None]
@@ -202,16 +223,15 @@ class BufferedRows:
         return self.lengths[:, None] + self.depths[:, indices]
 
     def biases(
-        self, positions: Tensor, windows: frozenset[int | None], groups: int, dtype: torch.dtype
-    ) -> dict[int | None, Tensor]:
-        """Each window's bias ``[B, 1, groups * R, end]``."""
+        self, positions: Tensor, scopes: frozenset[Scope], groups: int, dtype: torch.dtype
+    ) -> dict[Scope, Tensor]:
+        """Each scope's bias ``[B, 1, groups * R, end]``."""
         every, biases = visible(self.lengths, self.see, self.end), {}
-        for window in windows:
+        for scope in scopes:
             mask = every
-            if window is not None:
-                keys = key_positions(self.lengths, self.depths, self.end)
-                mask = every & Scope(window).of(positions, keys)
-            biases[window] = additive(mask[:, None], groups, dtype, float("-inf"))
+            if scope != EVERYTHING:
+                mask = every & scope.of(positions, key_positions(self.lengths, self.depths, self.end))
+            biases[scope] = additive(mask[:, None], groups, dtype, float("-inf"))
         return biases
 
 

@@ -23,7 +23,7 @@ from drafters.model import backend
 from drafters.model.cache import KVCache, Shape, config_shapes
 from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not
 from drafters.model.linear import Product
-from drafters.model.rows import CHAIN, Placed, Rope, Rows, Scope, additive
+from drafters.model.rows import CHAIN, EVERYTHING, Placed, Rope, Rows, Scope, additive
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -51,11 +51,11 @@ def identity(value: Any) -> Any:
 
 
 class PartLayer(NamedTuple):
-    """A layer as an engine runs it, its number in the cache, its sliding window, its device if layers are spread."""
+    """A layer as an engine runs it, its number in the cache, what it attends to, its device if layers are spread."""
 
     layer: Layer
     number: int
-    window: int | None = None
+    scope: Scope = EVERYTHING
     device: torch.device | None = None
 
 
@@ -65,7 +65,7 @@ class Part:
 
     Attributes:
         enter: inputs ``[B, R, ...]`` each -> hidden states ``[B, R, H]``. leave: transform of the last layer's output.
-        windows: sliding windows of its layers. groups: query heads per key head, for the bias's shape.
+        scopes: scopes of its layers. groups: query heads per key head, for the bias's shape.
         few_rows: number of new tokens that need no bias to be causal, for sequences of any length (``FusedAttention``).
         rope: RoPE of its layers; None: the target's.
         captured: captured forwards of fixed shape.
@@ -80,12 +80,12 @@ class Part:
     joined: dict[tuple[int, ...], Sequence[PartLayer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.windows = frozenset(layer.window for layer in self.layers)
+        self.scopes = frozenset(layer.scope for layer in self.layers)
         self.groups: int = getattr(self.layers[0].layer, "groups", 1)
         self.few_rows: int = getattr(self.layers[0].layer, "few_rows", 0)
 
     def through(
-        self, hidden: Tensor, angles: Any, masks: dict[int | None, Tensor | None], cache: Any, taps: tuple[int, ...]
+        self, hidden: Tensor, angles: Any, masks: dict[Scope, Tensor | None], cache: Any, taps: tuple[int, ...]
     ) -> tuple[Tensor, Taps]:
         """Run the layers, then ``leave``: ``[B, R, H]``, and the taps (tap l is what enters layer l)."""
         collected: Taps = {}
@@ -94,13 +94,13 @@ class Part:
             if taps not in self.joined:
                 self.joined[taps] = backend.join_layers(layers, taps)
             layers = self.joined[taps]
-        for layer, number, window, device in layers:
+        for layer, number, scope, device in layers:
             if number in taps:
                 collected[number] = hidden
             if device is not None and hidden.device != device:
                 hidden, angles = hidden.to(device), tuple(part.to(device) for part in angles)
-                masks = {size: None if mask is None else mask.to(device) for size, mask in masks.items()}
-            hidden = layer(hidden, angles, masks[window], cache, number)
+                masks = {each: None if mask is None else mask.to(device) for each, mask in masks.items()}
+            hidden = layer(hidden, angles, masks[scope], cache, number)
         if (last := self.layers[-1].number + 1) in taps:
             collected[last] = hidden
         return self.leave(hidden), collected
@@ -177,14 +177,17 @@ class Runner:
         enter: Callable[..., Tensor] = identity,
         leave: Transform = identity,
         rotary: Rotary | None = None,
-        window: int | None = None,
+        scopes: Sequence[Scope] | None = None,
     ) -> Part:
-        """A learned head's part: its layers, over a cache of their own, and what comes before and after them; with a
-        sliding ``window``, they attend to that many tokens."""
+        """A learned head's part: its layers, over a cache of their own, and what comes before and after them.
+
+        ``scopes``: what each layer attends to; by default all tokens before.
+        """
         config = self.model.config if rotary is None else rotary.config
         fused = not any(why_not(layer, config) for layer in layers)
         kind = FusedLayer if fused else StockLayer
-        part_layers = [PartLayer(kind(layer), number, window) for number, layer in enumerate(layers)]
+        pairs = zip(layers, scopes or [EVERYTHING] * len(layers), strict=True)
+        part_layers = [PartLayer(kind(layer), number, scope) for number, (layer, scope) in enumerate(pairs)]
         rope = self._rope_of(rotary, fused)
         if not rope.by_length:
             rope.table(1)  # an error comes here, not in the first step
@@ -225,7 +228,13 @@ class Runner:
         batch, count = inputs[0].shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
         with model_time():
-            return self._run(part, inputs, cache, Placed(rows, lengths, count, inputs[0].device), taps)
+            return self._run(
+                part,
+                inputs,
+                cache,
+                Placed(rows, lengths, count, inputs[0].device, cache.dropped if cache is not None else None),
+                taps,
+            )
 
     def _run(
         self, part: Part, inputs: Sequence[Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
@@ -234,13 +243,13 @@ class Runner:
             cache.at(rows.count, rows.offset)
         hidden = part.enter(*inputs)
         angles: tuple[Tensor, ...] = (part.rope or self.rope)(rows)
-        masks: dict[int | None, Tensor | None]
+        masks: dict[Scope, Tensor | None]
         if isinstance(part.layers[0].layer, StockLayer):
-            angles = (*angles, rows.positions())
-            masks = {window: self._mask(rows, Scope(window), hidden.dtype, self._adds) for window in part.windows}
+            angles = (*angles, rows.text_positions())
+            masks = {scope: self._mask(rows, scope, hidden.dtype, self._adds) for scope in part.scopes}
         else:
             causal = cache is not None and rows.count <= part.few_rows
-            masks = {window: rows.bias(window, part.groups, hidden.dtype, causal) for window in part.windows}
+            masks = {scope: rows.bias(scope, part.groups, hidden.dtype, causal) for scope in part.scopes}
         with attention_kernels(rows.device):
             hidden, collected = part.through(hidden, angles, masks, cache, taps)
         if hidden.device != rows.device:  # output on the input's device

@@ -25,7 +25,7 @@ from drafters.model.graphs import GraphRunner, differs_from_layers
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
 from drafters.model.quantised import quantisation, unpack
-from drafters.model.rows import CHAIN, Rows
+from drafters.model.rows import CHAIN, Rows, Scope
 from drafters.model.runner import Part, PartLayer, Runner, identity, model_time
 from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change, scopes
 
@@ -304,7 +304,7 @@ class TargetModel:
         if part is None:
             enter, leave = self.embed if start == 0 else identity, self._leave if stop is None else identity
             devices: Sequence[torch.device | None] = self._devices or [None] * self.num_layers
-            layers = map(PartLayer, self.layers, range(self.num_layers), self.windows, devices)
+            layers = map(PartLayer, self.layers, range(self.num_layers), map(Scope, self.windows), devices)
             part = Part(list(layers)[start:stop], enter, leave)
             self._parts[start, stop] = part
         return part

@@ -15,6 +15,7 @@ from drafters.model.target import TargetModel
 from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, flips, ignore_d2t, of_taps, remade
 
 Block = DFlashDrafter | DSparkDrafter
+EDGES = {"slot": "anchor", "anchor": "slot"}
 
 
 def shape_of(drafter: Block) -> BlockShape:
@@ -28,6 +29,17 @@ def other_layout(drafter: Block) -> Block:
     layout = ANCHOR_FIRST if shape_of(drafter).layout == FILL_IN else FILL_IN
     slots = shape_of(drafter).model_copy(update={"layout": layout}).slots
     return remade(drafter, layout=layout, depth=min(drafter.shaper.depth, slots))
+
+
+def leave_out_windows(drafter: Block) -> Block | None:
+    """Attend to all tokens in sliding layers, as programs that do not read ``sliding_window``."""
+    return remade(drafter, sliding_window=None) if shape_of(drafter).sliding_window else None
+
+
+def other_edge(drafter: Block) -> Block | None:
+    """Move the windows with the rows of a block, or not."""
+    shape = shape_of(drafter)
+    return remade(drafter, window_edge=EDGES[shape.window_edge]) if shape.sliding_window else None
 
 
 def leave_out_norm(drafter: Block) -> Block:
@@ -111,6 +123,18 @@ BLOCK_MISTAKES = (
     ),
     *of_taps(_LAYER_IDS),
     *flips(BlockShape, "is_causal, dflash_config.causal, sliding_window_non_causal"),
+    Mistake(
+        "windows left out",
+        "sliding_window, layer_types, use_swa",
+        "remove sliding_window from its config.json",
+        leave_out_windows,
+    ),
+    Mistake(
+        "windows at the other edge",
+        "the oldest token that each row of a block attends to",
+        "set window_edge to its other value in its config.json",
+        other_edge,
+    ),
     Mistake("hidden_norm left out", "hidden_norm.weight", RETRAIN, leave_out_norm),
     Mistake("context keys with the first layer's k_norm", _FIRST_NORM, RETRAIN, norm_as_first),
     Mistake("rope_theta 10000", "rope_theta, rope_parameters", _THETA, turn_otherwise),

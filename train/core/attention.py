@@ -20,6 +20,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafters.model.layers import no_head, probe_states
+from drafters.model.rows import EVERYTHING, Scope
 from drafters.model.runner import attention_kernels
 
 NAME, CAUSAL = "dialogues", "blocked-causal"
@@ -77,7 +78,7 @@ class Blocks(Dialogues):
     """Given instead of a mask: blocks that are drafted behind positions of packed dialogues, all in parallel.
 
     The keys are those of the row's tokens, then those of the blocks. A query sees the tokens of its dialogue before its
-    block's anchor, and its block.
+    block's anchor, and its block; an attention whose ``scope`` has a window sees fewer.
 
     Attributes:
         anchors: position of each block's anchor by dialogue, ascending; at least one in all.
@@ -88,16 +89,33 @@ class Blocks(Dialogues):
     anchors: list[list[int]]
     size: int
     causal: bool = False
-    _masks: list[Any] = field(default_factory=list, repr=False)  # flex_attention's, for all layers
+    _masks: dict[Scope, Any] = field(default_factory=dict, repr=False)  # flex_attention's
 
-    def mask(self, device: torch.device) -> Any:
+    def hides(self, scope: Scope) -> bool:
+        """Whether a row of a block sees no later row of it."""
+        return self.causal or scope.causal
+
+    def unseen(self, anchors: Tensor, start: int, scope: Scope) -> Tensor:
+        """Bool ``[m, size or 1, n]``: tokens from ``start`` to the last anchor that blocks do not see."""
+        tokens = torch.arange(start, int(anchors[-1]), device=anchors.device)
+        unseen = tokens >= anchors[:, None, None]
+        if scope.window is None:
+            return unseen
+        if scope.anchored:
+            return unseen | (anchors[:, None, None] - tokens > scope.window)
+        places = anchors[:, None] + torch.arange(self.size, device=anchors.device)
+        return unseen | (places[..., None] - tokens >= scope.window)
+
+    def mask(self, device: torch.device, scope: Scope = EVERYTHING) -> Any:
         """flex_attention's BlockMask. Its numbers are in tensors, so that other lengths need no other kernel."""
-        if self._masks:
-            return self._masks[0]
+        if scope in self._masks:
+            return self._masks[scope]
         starts = list(itertools.accumulate(self.lengths, initial=0))
         every = [(start, start + at) for start, anchors in zip(starts, self.anchors, strict=False) for at in anchors]
         first, behind = (torch.tensor(each, device=device) for each in zip(*every, strict=True))  # of what a block sees
-        size, causal = self.size, self.causal
+        size, causal, window = self.size, self.hides(scope), scope.window
+        step = 0 if scope.anchored else 1  # tokens that the window moves by from row to row
+        reach = None if window is None else window if scope.anchored else window - 1  # tokens before the anchor
         rows = torch.arange(len(every) * size, device=device)
         row_of = torch.cat([rows.new_full((starts[-1],), -1), rows])  # by key; -1: a token
 
@@ -106,11 +124,14 @@ class Blocks(Dialogues):
             inside = (row >= 0) & (row // size == block)
             if causal:
                 inside = inside & (row <= query)
-            return inside | ((key >= first[block]) & (key < behind[block]))
+            before = (key >= first[block]) & (key < behind[block])
+            if reach is not None:
+                before = before & (behind[block] + step * (query % size) - key <= reach)
+            return inside | before
 
         make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-        self._masks.append(make(sees, None, None, len(rows), len(row_of), device=device))
-        return self._masks[0]
+        self._masks[scope] = make(sees, None, None, len(rows), len(row_of), device=device)
+        return self._masks[scope]
 
 
 def take_dialogues(module: nn.Module) -> None:
@@ -264,8 +285,9 @@ def block_attention(
     """
     heads, width, size = query.shape[1], query.shape[3], blocks.size
     wide = torch.promote_types(query.dtype, torch.float32)
+    scope: Scope = getattr(module, "scope", EVERYTHING)
     later = torch.zeros(size, size, dtype=wide, device=query.device)
-    if blocks.causal:
+    if blocks.hides(scope):
         later = later.fill_(float("-inf")).triu(1)
     at_once = max(1, BLOCK // size)
     starts = [range(0, len(anchors), at_once) for anchors in blocks.anchors]
@@ -283,16 +305,18 @@ def block_attention(
     outputs = []
     for anchors, queries, (far_k, far_v), (own_k, own_v) in zip(groups, q, behind, of_blocks, strict=True):
         last, count, single = anchors[-1], len(anchors) * size, (heads * len(anchors), size, width)
-        unseen = torch.arange(last, device=q[0].device) >= torch.tensor(anchors, device=q[0].device)[:, None]
-        hidden = torch.zeros_like(unseen, dtype=wide).masked_fill_(unseen, float("-inf")).repeat_interleave(size, 0)
-        far = torch.baddbmm(hidden.expand(heads, -1, -1), queries, far_k[:, :last].transpose(1, 2))
+        start = 0 if scope.window is None else max(anchors[0] - scope.window, 0)
+        unseen = blocks.unseen(torch.tensor(anchors, device=q[0].device), start, scope)
+        hidden = torch.zeros_like(unseen, dtype=wide).masked_fill_(unseen, float("-inf"))
+        hidden = hidden.expand(-1, size, -1).reshape(count, -1)
+        far = torch.baddbmm(hidden.expand(heads, -1, -1), queries, far_k[:, start:last].transpose(1, 2))
         keys = own_k.reshape(single).transpose(1, 2)
         near = torch.baddbmm(later.expand(single[0], -1, -1), queries.reshape(single), keys)
         weights = torch.cat([far, near.view(heads, count, size)], dim=-1).softmax(-1)
         weights = F.dropout(weights, dropout) if dropout else weights
-        of_far, of_near = weights.split([last, size], dim=-1)
+        of_far, of_near = weights.split([last - start, size], dim=-1)
         mixed = (of_near.reshape(single[0], size, size) @ own_v.reshape(single)).view(heads, count, width)
-        outputs.append(mixed + of_far @ far_v[:, :last])
+        outputs.append(mixed + of_far @ far_v[:, start:last])
     return torch.cat(outputs, dim=1).transpose(0, 1)[None].to(query.dtype)
 
 
@@ -300,7 +324,9 @@ def flex_block_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, **options: Any
 ) -> Tensor:
     """The same by flex_attention, compiled, without scores in memory; ValueError for dropout, which it lacks."""
-    return flex_attention_forward(module, query, key, value, blocks.mask(query.device), **options)[0]
+    return flex_attention_forward(
+        module, query, key, value, blocks.mask(query.device, getattr(module, "scope", EVERYTHING)), **options
+    )[0]
 
 
 def causal_attention(

@@ -64,6 +64,7 @@ class Task(ABC):
         lm_heads: names of weights that are LM heads or embeddings; the module's forward takes no product with them.
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
         block_rows, slots: of a block drafter, the rows of a block, and those that predict.
+        reach: tokens before a block that it attends to; None: all.
         base: with the config's ``lora``, the drafter that the adapter is for.
         head: the shape of the trained head; where ``init_from`` has layers of other sizes than the target, with those.
     """
@@ -77,6 +78,7 @@ class Task(ABC):
     lm_heads: tuple[str, ...] = ()
     draft_ids: Tensor | None = None
     block_rows: int | None = None
+    reach: int | None = None
     slots = 1
     base: BaseHead | None = None
     config: TrainConfig

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from drafters.common.states import to_inputs, to_outputs
 from drafters.common.wording import shortened
+from drafters.config import validate
 from drafters.heads.block.dspark import DSparkHead
 from drafters.heads.block.module import BlockBackbone
 from drafters.heads.block.reading import (
@@ -18,11 +19,11 @@ from drafters.heads.block.reading import (
     DSPARK_HEADS,
     IDS,
     MASK_EMBEDDING,
+    NON_CAUSAL,
     SPECFORGE,
     SPECULATORS,
     ZLAB,
     BlockKeys,
-    causal_of,
     flattened,
     layout_of,
     markov_of,
@@ -30,6 +31,7 @@ from drafters.heads.block.reading import (
     own_weights,
     refuse_variants,
     taps_of,
+    windows_of,
 )
 from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape, DSparkShape
 from drafters.heads.forms import CERTAIN, Reading, Stated, Stored
@@ -47,7 +49,6 @@ from drafters.heads.states import (
 )
 from drafters.model.layers import layer_kind
 
-NON_CAUSAL = "sliding_window_non_causal"  # speculators'; vLLM reads it for all layers
 # Programs that load a folder of this form.
 _LOADED_BY = {ZLAB: ("official", "vllm", "sglang", "llama.cpp"), DEEPSPEC: ("vllm", "sglang", "llama.cpp")}
 _LOADED_BY |= {SPECULATORS: ("vllm", "speculators")}
@@ -117,9 +118,14 @@ class BlockForms(StateForms):
             "taps": taps_of(config, flat, count, target.num_hidden_layers, source, notes, stated.taps),
             "layer": layer_of(flat, weights, source, notes),
             "layers": number(flat, "num_hidden_layers", 1, source),
-            "causal": causal_of(config, flat, source),
             "draft_vocab_size": own_rows(flat, weights, target.vocab_size, source),
         }
+        options |= windows_of(config, flat, options["layers"], source)
+        if options.get("window_edge") == "anchor":
+            notes.append(
+                "its windows end at the anchor, as in speculators' training (window_edge: anchor); vLLM's move with "
+                f"the rows of a block, so that there a row sees up to {options['block_size']} of the oldest tokens less"
+            )
         if method == "dspark":
             options |= markov_of(flat, weights, source)
         elif flat.get("markov_rank"):
@@ -128,7 +134,7 @@ class BlockForms(StateForms):
                 "markov_head.markov_w1.weight; the file is incomplete, or markov_rank must be 0"
             )
         options["shape"] = shape_of(flat, weights, layer_kind(target, options["layer"]).config, source)
-        options = self.shape(**options).model_dump(exclude_defaults=True, exclude_none=True)
+        options = validate(self.shape, options, source).model_dump(exclude_defaults=True, exclude_none=True)
         return Reading(options, own_weights(weights, options), notes + too_short(flat, target), [])
 
     # ------------------------------------------------------------------------------------------- writing
@@ -137,7 +143,11 @@ class BlockForms(StateForms):
         self, to: str, shape: Any, layer: Mapping[str, Any], target: PretrainedConfig, origin: Mapping[str, Any]
     ) -> dict[str, Any]:
         method, taps = self.method, list(shape.reads)
-        layer = dict(layer) | {"layer_types": ["full_attention"] * shape.layers}
+        layer = dict(layer) | {
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in shape.sliding]
+        }
+        if shape.sliding_window is not None:
+            layer |= {"sliding_window": shape.sliding_window, "use_sliding_window": True}
         made = {"layout": shape.layout, "slot": _SLOTS[shape.layout]}
         head: dict[str, Any] = {"block_size": shape.rows, "tie_word_embeddings": False}
         head |= _markov_keys(shape) if isinstance(shape, DSparkShape) else {}
@@ -146,14 +156,16 @@ class BlockForms(StateForms):
             made[AUX_IDS] = "inputs of layers: hidden states"
             architecture = SPECFORGE if method == "dspark" else ZLAB  # transformers saves the names of its classes
             keys = speculators_keys(method, architecture, shape.slots, layer, target, origin["target"])
-            return head | block | keys | {AUX_IDS: to_inputs(taps), NON_CAUSAL: True, MADE_FROM: made}
+            return head | block | keys | {AUX_IDS: to_inputs(taps), NON_CAUSAL: not shape.causal, MADE_FROM: made}
         made[IDS] = "outputs of layers: hidden states - 1"
-        config = layer | head | {"num_target_layers": target.num_hidden_layers, "is_causal": shape.causal}
-        config |= {"bias": False, MADE_FROM: made}
-        block[IDS] = to_outputs(taps)
+        config = layer | head | {"num_target_layers": target.num_hidden_layers, "bias": False, MADE_FROM: made}
+        # Absent, it is true in sliding layers and false in others.
+        stated = shape.causal != "sliding"
+        config, block[IDS] = config | ({"is_causal": shape.causal} if stated else {}), to_outputs(taps)
         if method == "dspark":
             return config | block | {"architectures": [DEEPSPEC]}
-        return config | {"dflash_config": block | {"causal": shape.causal}, "architectures": [ZLAB]}
+        block |= {"causal": shape.causal} if stated else {}
+        return config | {"dflash_config": block, "architectures": [ZLAB]}
 
     # ------------------------------------------------------------------------------------------- serving
 
@@ -165,28 +177,38 @@ class BlockForms(StateForms):
         only_vanilla = (markov != "vanilla", f"it has no Markov head of the kind {markov!r}; train one with vanilla")
         targets_head = "it drafts with the target's LM head; train one without draft_vocab"
         whole = (rows == target.vocab_size, f"of all tokens {targets_head}")
-        only_both_ways = (shape.causal, "its blocks attend in both directions (causal: false)")
+        windows, both_ways = shape.sliding_window is not None, "its blocks attend in both directions (causal: false)"
+        only_both_ways = (shape.causal is True, both_ways)
+        full_both_ways = (shape.causal is True and not all(shape.sliding), both_ways)
+        slot = (shape.window_edge != "slot", "its windows move with the rows of a block (window_edge: slot)")
+        anchor = (windows and shape.window_edge != "anchor", "its windows end at the anchor (window_edge: anchor)")
+        by_layer = "its sliding layers are causal, its full ones not (causal: sliding)"
+        only_by_layer = (windows and not _by_layer(shape), by_layer)
+        no_window = (windows, "its layers attend to all tokens (sliding_window: null)")
         norms = "its draft layers have norms of queries and keys (layer: qwen3); train one with layer=qwen3"
         only_qwen3 = (shape.layer != "qwen3", norms)
         return {
             "official": [
                 only_qwen3,
+                slot,
                 only_fill_in,
                 (rows is not None, targets_head),
                 (taps[-1] == last, "transformers norms the state after the last layer, and the head reads it before"),
             ],
-            "vllm": [only_qwen3, only_fill_in, only_vanilla],
+            "vllm": [only_qwen3, slot, only_fill_in, only_vanilla],
             "sglang": [
                 only_qwen3,
+                slot,
+                only_by_layer,
                 only_fill_in,
                 (not dflash and fill_in, f"it takes block_size for the tokens of a draft, as in layout {ANCHOR_FIRST}"),
                 (rows is not None, targets_head),
                 (taps[0] == 0, "it hands over no embeddings"),
                 (taps[-1] == last, "it hands over no state after the target's last layer"),
             ],
-            "speculators": [only_qwen3, only_both_ways, whole],
+            "speculators": [only_qwen3, anchor, full_both_ways, whole],
             "llama.cpp": [
-                only_qwen3, only_fill_in, only_vanilla, only_both_ways, whole,
+                only_qwen3, only_fill_in, only_vanilla, only_both_ways, no_window, whole,
                 (dflash and rows is not None, targets_head),
             ],
         }  # fmt: skip
@@ -197,13 +219,29 @@ class BlockForms(StateForms):
         return f"its targets of the family {family!r} hand over no states for block drafters"
 
     def refusals(self, config: Mapping[str, Any], shape: Any, layers: int) -> dict[str, str]:
-        if self.form_of(config) == SPECULATORS and self.method == "dflash" and config.get(NON_CAUSAL) is False:
-            return {"vllm": f"with {NON_CAUSAL}: false its blocks attend to earlier rows only; set it to true"}
-        return {}
+        if self.form_of(config) != SPECULATORS:
+            return {}
+        if self.method == "dspark":
+            wrong, reading = not _by_layer(shape), "its sliding layers would be causal, and its full ones not"
+        else:  # an absent key is true there, and false to speculators
+            causal, said = not config.get(NON_CAUSAL, True), str(config.get(NON_CAUSAL, "absent")).lower()
+            wrong = any(shape.is_causal(layer) is not causal for layer in range(shape.layers))
+            rows = "see earlier rows only" if causal else "see one another"
+            reading = f"{NON_CAUSAL} is {said}, so that the rows of a block would {rows} in all layers"
+        return {"vllm": f"{reading}; in training it was otherwise"} if wrong else {}
+
+    def as_served(self, to: str, config: Mapping[str, Any], shape: Any) -> Any:
+        near = to == "vllm" and self.form_of(config) == SPECULATORS  # ``read`` notes the edge
+        return shape.model_copy(update={"window_edge": "slot"}) if near else shape
 
     def temperatures(self, shape: Any, drafting: Any) -> list[float] | None:
         # Those of max q are of no use to SGLang, which does not read them.
         return drafting.confidence_temperatures if getattr(shape, "confidence_head", False) else None
+
+
+def _by_layer(shape: BlockShape) -> bool:
+    """Whether the rows of a block see no later one in sliding layers, and one another in full ones."""
+    return all(shape.is_causal(layer) is sliding for layer, sliding in enumerate(shape.sliding))
 
 
 def _markov_keys(options: DSparkShape) -> dict[str, Any]:

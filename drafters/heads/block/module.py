@@ -16,7 +16,7 @@ from drafters.heads.block.shape import BlockShape
 from drafters.model.cache import KVCache
 from drafters.model.fused import signed
 from drafters.model.layers import build_module, layer_kind
-from drafters.model.rows import Rows
+from drafters.model.rows import EVERYTHING, Rows, Scope
 from drafters.model.runner import Transform
 
 States = tuple[Tensor, Tensor]  # keys and values, [B, key heads, T, D] each
@@ -39,12 +39,16 @@ class BlockBackbone(nn.Module):
         config: Any = kind.config
         config.num_hidden_layers, wide = shape.layers, config.hidden_size
         if getattr(config, "layer_types", None):
-            config.layer_types = ["full_attention"] * shape.layers
+            config.layer_types = ["full_attention"] * shape.layers  # windows are ``scopes``
         self.shape, self.config, self.hidden_size = shape, config, wide
         self.fc = nn.Linear(len(shape.reads) * wide, wide, bias=False)
         self.hidden_norm = build_module(config, kind.norm, wide, eps=kind.eps)
-        stack = [build_module(config, kind.decoder_layer, config, layer_idx=index) for index in range(shape.layers)]
+        stack: list[Any] = [
+            build_module(config, kind.decoder_layer, config, layer_idx=index) for index in range(shape.layers)
+        ]
         self.layers = nn.ModuleList(stack)
+        for layer, scope in zip(stack, self.scopes, strict=True):
+            layer.self_attn.scope = scope  # read in training
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
         self.norm = build_module(config, kind.norm, wide, eps=kind.eps)
         self.lm_head: nn.Linear | None = None
@@ -56,6 +60,17 @@ class BlockBackbone(nn.Module):
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
 
+    @property
+    def scopes(self) -> list[Scope]:
+        """What each layer's rows attend to, beside what ``block_rows`` hides."""
+        shape = self.shape
+        return [
+            Scope(shape.sliding_window, anchored=shape.window_edge == "anchor", causal=shape.causal == "sliding")
+            if sliding
+            else EVERYTHING
+            for sliding in shape.sliding
+        ]
+
     def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attention_mask: Any = None) -> Tensor:
         """Run blocks over their context, as training does: states for the LM head, ``[B, T, H]``.
 
@@ -65,7 +80,8 @@ class BlockBackbone(nn.Module):
             position_ids: ``[B, C + T]``, of the context, then of the blocks. A block's first row has the position of
                 its anchor.
             attention_mask: bool ``[B or 1, 1, T, C + T]``, which keys each row attends to: the context before its
-                anchor, and its own block. Or another object that the layers' attention function takes. None: all keys.
+                anchor, and its own block; sliding layers hide more. Or another object that the layers' attention
+                function takes. None: all keys, of one block.
         """
         batch, context = features.shape[:2]
         rows = embeddings.shape[1]
@@ -74,16 +90,25 @@ class BlockBackbone(nn.Module):
         cos, sin = self.rotary_emb(embeddings, position_ids)
         before = _Context(self.context_states(features, (cos[:, :context], sin[:, :context])))
         hidden, angles = embeddings, (cos[:, context:], sin[:, context:])
-        for layer in self.layers:
+        masks = {scope: self._mask(attention_mask, scope, position_ids, context) for scope in {*self.scopes}}
+        for layer, scope in zip(self.layers, self.scopes, strict=True):
             hidden = layer(
                 hidden,
-                attention_mask=attention_mask,
+                attention_mask=masks[scope],
                 position_ids=position_ids[:, context:],
                 position_embeddings=angles,
                 past_key_values=before,
                 use_cache=True,
             )
         return self.norm(hidden)
+
+    def _mask(self, mask: Any, scope: Scope, position_ids: Tensor, context: int) -> Any:
+        """The mask of layers with this scope; a mask that is no tensor knows the scopes itself."""
+        if scope == EVERYTHING or not isinstance(mask, Tensor):
+            return mask
+        blocks = position_ids[:, context:].unflatten(1, (-1, self.shape.rows))
+        seen = [scope.of(each, position_ids).expand(-1, each.shape[1], -1) for each in blocks.unbind(1)]
+        return mask & torch.cat(seen, dim=1)[:, None]
 
     def context_features(self, states: Tensor) -> Tensor:
         """Make features ``[..., H]`` of the target's states ``[..., taps * H]``."""

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from drafters.common.states import dflash_taps, from_inputs, from_outputs
@@ -40,6 +41,7 @@ from drafters.heads.states import (
 from drafters.model.draft_head import D2T
 
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # which have biases
+NON_CAUSAL = "sliding_window_non_causal"  # speculators'; for its DFlash folders vLLM reads it for all layers
 ANCHOR = "sample_from_anchor"  # true: anchor-first
 # Architectures by who gives them.
 ZLAB, DEEPSPEC, SPECFORGE = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
@@ -65,7 +67,6 @@ _VARIANTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope_is_neox_style": ((True,), "a head with interleaved RoPE"),
     "partial_rotary_factor": ((1.0,), "a head whose RoPE turns a part of each head"),
     "use_aux_hidden_state": ((True,), "a head without fc"),
-    "use_swa": ((False,), "a head with sliding windows"),
     "dspark_block_size": ((), "a head inside DeepSeek-V4's checkpoint"),
 }
 
@@ -81,6 +82,8 @@ class BlockKeys(Keys):
     is_causal: bool | None = None
     causal: bool | None = None
     sliding_window_non_causal: bool | None = None
+    use_swa: bool | None = None
+    swa_window_size: Amount | None = Field(None, ge=1)
     markov_rank: Width | None = None
     markov_head_type: str | None = None
     enable_confidence_head: bool | None = None
@@ -136,12 +139,6 @@ def refuse_variants(config: Mapping[str, Any], flat: Mapping[str, Any], method: 
     for key, (harmless, whose) in _VARIANTS.items():
         if flat.get(key) is not None and flat[key] not in harmless:
             raise ValueError(f"{source}: {key} is {shortened(flat[key])}: it is {whose}, which is not supported")
-    windows = "sliding_attention" in (flat.get("layer_types") or ())
-    if windows or (flat.get("use_sliding_window") and "layer_types" not in flat):
-        raise ValueError(
-            f"{source} was trained with sliding windows of {shortened(flat.get('sliding_window'))} tokens, and the "
-            "layers of a head here attend to all tokens before; such heads are not supported"
-        )
     if architecture == ZLAB and config.get(SPECULATORS) is None and method == "dspark":
         raise ValueError(
             f"{source}: architectures is {ZLAB}, whose readers drop the Markov head among its tensors; set it to "
@@ -228,14 +225,58 @@ def number(flat: Mapping[str, Any], key: str, least: int, source: str) -> int:
     return value
 
 
-def causal_of(config: Mapping[str, Any], flat: Mapping[str, Any], source: str) -> bool:
-    """True if the rows of a block attend only to those before; speculators' layers without windows never do."""
-    if config.get(SPECULATORS) is not None:
-        return False
+def windows_of(config: Mapping[str, Any], flat: Mapping[str, Any], layers: int, source: str) -> dict[str, Any]:
+    """The keys of windows and of what rows of a block see of one another.
+
+    ===============================  ======================  =======================================================
+    form                             context seen            inside the block
+    ===============================  ======================  =======================================================
+    z-lab, SpecForge, vLLM, SGLang   a + j - p < W           is_causal, causal; else causal in sliding layers only
+    Model-Optimizer (``use_swa``)    the same, all layers    the same; it writes causal: false
+    speculators                      a - W <= p              causal in sliding layers, unless sliding_window_non_causal
+    ===============================  ======================  =======================================================
+
+    Raises:
+        ValueError: keys that contradict each other, or do not say which layers have windows.
+    """
+    sliding, window = _sliding_layers(flat, layers, source)
     stated = {key: flat[key] for key in ("is_causal", "causal") if flat.get(key) is not None}
     if len({*stated.values()}) > 1:
         raise ValueError(f"{source}: {shortened(stated)} must be alike")
-    return any(stated.values())
+    if config.get(SPECULATORS) is not None:
+        causal: bool | str = bool(sliding) and not flat.get(NON_CAUSAL, False)
+    else:
+        causal = any(stated.values()) if stated else bool(sliding)
+    if not sliding:
+        return {"causal": causal}
+    if causal and not (stated and config.get(SPECULATORS) is None):
+        causal = "sliding"
+    edge = "slot" if config.get(SPECULATORS) is None else "anchor"
+    full = [layer for layer in range(layers) if layer not in sliding]
+    return {"causal": causal, "sliding_window": window, "full_layers": full, "window_edge": edge}
+
+
+def _sliding_layers(flat: Mapping[str, Any], layers: int, source: str) -> tuple[list[int], int | None]:
+    """Which layers have windows, and their length."""
+    types, window = flat.get("layer_types"), flat.get("sliding_window")
+    if flat.get("use_swa"):
+        if (size := flat.get("swa_window_size") or window) is None:
+            raise ValueError(f"{source}: use_swa is true, and there is no swa_window_size; add it as it was trained")
+        return [*range(layers)], size
+    if types is None and flat.get("use_sliding_window"):
+        raise ValueError(
+            f"{source}: use_sliding_window is true, and there are no layer_types, which say of each layer whether it "
+            'has a window of its sliding_window; add them: "sliding_attention" or "full_attention"'
+        )
+    sliding = [layer for layer, kind in enumerate(types or ()) if kind == "sliding_attention"]
+    if not sliding:
+        return [], None
+    if len(types or ()) != layers or window is None:
+        raise ValueError(
+            f"{source}: layer_types has {len(types or ())} entries for {layers} layers, and sliding_window is "
+            f"{shortened(window)}; there must be an entry for each layer, and a window for sliding ones"
+        )
+    return sliding, window
 
 
 def markov_of(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:

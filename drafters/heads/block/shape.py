@@ -1,11 +1,11 @@
 """Shapes of block heads: DFlash's, and DSpark's with its two further heads. Imports no torch."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from drafters.common.states import dflash_taps
-from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Vocabulary
+from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Length, Vocabulary
 from drafters.heads.shape import HeadShape, TargetSizes
 
 FILL_IN, ANCHOR_FIRST = "fill-in", "anchor-first"
@@ -53,7 +53,20 @@ class BlockShape(HeadShape):
     )
     layer: DraftLayer = Field(default="qwen3", description="the kind of its decoder layers")
     layers: int = Field(default=5, ge=1, le=64, description="number of its decoder layers")
-    causal: bool = Field(default=False, description="a row of a block attends only to the rows before it and itself")
+    causal: bool | Literal["sliding"] = Field(
+        default=False,
+        description="a row of a block attends only to the rows before it and itself; sliding: in sliding layers",
+    )
+    sliding_window: Length | None = Field(
+        default=None, ge=2, description="tokens that sliding layers attend to before the block; null: no such layers"
+    )
+    full_layers: list[Layers] = Field(
+        default=[], description="with a sliding_window: the layers, from 0 on, that attend to all tokens"
+    )
+    window_edge: Literal["slot", "anchor"] = Field(
+        default="slot",
+        description="the window ends before each row's own position, or (anchor, speculators) at one place for a block",
+    )
     draft_vocab_size: Vocabulary | None = Field(
         default=None, ge=1, description="tokens of its own LM head; null: the target's"
     )
@@ -77,6 +90,36 @@ class BlockShape(HeadShape):
     def slots(self) -> int:
         """Tokens that a block predicts."""
         return self.rows - self.first_slot
+
+    @property
+    def sliding(self) -> list[bool]:
+        """Whether each layer has the sliding window."""
+        return [self.sliding_window is not None and layer not in self.full_layers for layer in range(self.layers)]
+
+    def is_causal(self, layer: int) -> bool:
+        """Whether a row of a block attends only to the rows before it and itself in this layer."""
+        return self.sliding[layer] if self.causal == "sliding" else bool(self.causal)
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens before a block that any layer attends to; None: all."""
+        return self.sliding_window if all(self.sliding) else None
+
+    @model_validator(mode="after")
+    def _has_windows_of_blocks(self) -> Self:
+        window = self.sliding_window
+        if window is None:
+            stated = {"full_layers": self.full_layers != [], "window_edge": self.window_edge != "slot"}
+            stated["causal"] = self.causal == "sliding"
+            if key := next((key for key, extra in stated.items() if extra), None):
+                raise ValueError(f"{key} is {getattr(self, key)}, and there is no sliding_window; give both or none")
+        elif window < self.block_size:
+            raise ValueError(
+                f"sliding_window is {window}, and a block has {self.block_size} rows; give a window of at least a block"
+            )
+        if wrong := [layer for layer in self.full_layers if layer >= self.layers]:
+            raise ValueError(f"full_layers names layer {wrong[0]}, and the head has the layers 0 to {self.layers - 1}")
+        return self
 
     def check(self, target: TargetSizes) -> None:
         super().check(target)
