@@ -112,10 +112,8 @@ def _activations(task: Task, lengths: list[int], rows: int, width: int) -> tuple
             heads = {"q_norm": outputs["q_proj"], "k_norm": outputs["k_proj"]}  # one weight for all heads
             saved += count * heads.get(name, weight.numel()) * (width + copied)
     if task.block_rows:
-        pairs = sum(
-            task.most_rows([length])[0] * (min(length / 2, task.reach or math.inf) + task.block_rows)
-            for length in lengths
-        )
+        seen = [min(length / 2, task.reach or length) + task.block_rows for length in lengths]
+        pairs = sum(task.most_rows([length])[0] * keys for length, keys in zip(lengths, seen, strict=True))
     else:
         pairs = sum(length * (length + BLOCK) / 2 for length in lengths)
     states = (2 * (rows + context) + rows * (3 if copied else 1)) * outputs["q_proj"]
