@@ -47,8 +47,6 @@ from eval.prompts.config import PromptsConfig, check_prompt_files
 from eval.prompts.suites import suite_name
 
 BASELINE = "autoregressive"
-# EAGLE, Table 1 (Vicuna-7B, MT-bench, greedy): n-alpha of a chain. Its tree has tau 3.94 there.
-PAPER_ALPHA = [0.79, 0.74, 0.72, 0.73, 0.67]
 BatchSize = Annotated[Size, Field(ge=1)]
 BatchSizes = Annotated[
     list[BatchSize],
@@ -56,7 +54,6 @@ BatchSizes = Annotated[
     Field(min_length=1),
     DISTINCT,
 ]
-Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class TargetEntry(Config):
@@ -253,14 +250,10 @@ class TuneConfig(SpeedConfig):
 
     knobs: dict[str, Values] = Field(min_length=1, description="options (dots for nested ones) and their values")
     start: dict[str, Any] = Field({}, description="first values of knobs; the others get a drawn one")
-    objective: Literal["speed", "perplexity"] = Field(
-        "speed", description="what is best: tokens/s, or for lossy methods the outputs' perplexity under the target"
-    )
     max_perplexity: float | None = Field(
         None, gt=0, description="of a lossy method: largest perplexity of its outputs, relative to plain decoding's"
     )
     stock_generate: bool = Field(False, description="also measure transformers' own generation; nothing depends on it")
-    passes: Size = Field(1, ge=1, description="how often all knobs are searched; Algorithm 1 has one pass")
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -270,11 +263,6 @@ class TuneConfig(SpeedConfig):
                 f"and temperatures {self.temperatures}; write a config for each"
             )
         self.check_one_batch("eval.tune")
-        if self.max_perplexity is not None and self.objective != "speed":
-            raise ValueError(
-                f"max_perplexity is {self.max_perplexity:g} and objective {self.objective}: the bound belongs to "
-                "objective speed; remove one of the two"
-            )
         return self
 
     def first_values(self) -> dict[str, Any]:
@@ -283,7 +271,7 @@ class TuneConfig(SpeedConfig):
         return {knob: draw.choice(values) for knob, values in self.knobs.items()} | self.start
 
     def planned(self) -> list[SpeedConfig]:
-        """Return the stages of the first pass as they are known at the start."""
+        """Return the stages as they are known at the start."""
         chosen = self.first_values()
         return [self.stage(number, knob, chosen) for number, knob in enumerate(self.knobs, start=1)]
 
@@ -392,10 +380,6 @@ class RooflineConfig(Config):
     rows: list[Size] = Field([1, 2, 4, 8, 16, 26, 32, 60, 64], min_length=1, description="rows of a verification")
     batches: list[Size] = Field([1, 4], min_length=1, description="batch sizes of plain decoding and EAGLE")
     rounds: Odd = Field(3, description="odd; the median counts")
-    eagle_profile: list[Rate] = Field(PAPER_ALPHA, min_length=1)
-    eagle_tau: float = Field(3.94, ge=1.0, description="one power of the profile's rates gives this tau")
-    kangaroo_profile: list[Rate] = Field([0.6], min_length=1)
-    kangaroo_tau: float = Field(2.0, ge=1.0)
     exit_layer: Layers = Field(2, ge=1, description="Kangaroo's")
     stock: bool = Field(True, description="also stock generate")
     compiled: bool | None = Field(None, description="stock generate on a compiled static cache; None: on a GPU only")

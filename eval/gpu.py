@@ -157,7 +157,8 @@ def run_part(part: Section, folder: Path) -> Ending:
     if ended != "done" and printed:
         reason += f": {printed[-1].strip()[:200]}"
     shown = [shlex.join(["python", *line[1:]] if line[0] == PYTHON else line) for line in lines]
-    return Ending(part.name, ended, reason, round(time.monotonic() - began, 1), shown)
+    seconds = round(time.monotonic() - began, 1)
+    return Ending(part=part.name, ended=ended, reason=reason, seconds=seconds, commands=shown)
 
 
 def _run(line: list[str], log: Any, seconds: float) -> int | None:
@@ -185,7 +186,8 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
         if part.name in outcomes and outcomes[part.name].ended == "done" and part.name not in again:
             continue
         if lacking := [name for name in part.needs if find_spec(name) is None]:
-            outcome = Ending(part.name, "skipped", f"needs {' and '.join(lacking)}, not installed here")
+            reason = f"needs {' and '.join(lacking)}, not installed here"
+            outcome = Ending(part=part.name, ended="skipped", reason=reason)
         elif minutes is not None and 60 * minutes - (time.monotonic() - began) < part.seconds:
             print(f"{part.name}: not begun, its limit of {part.seconds} s is more than is left", flush=True)
             continue
@@ -195,7 +197,7 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
         print(f"    {outcome.ended} {outcome.reason}", flush=True)
         outcomes[part.name] = outcome
         (out / part.name).mkdir(parents=True, exist_ok=True)
-        replace_json(out / part.name / "part.json", vars(outcome))
+        replace_json(out / part.name / "part.json", outcome.model_dump())
         replace_text(out / "gpu.md", page(PARTS, GOALS, out, outcomes))
     replace_text(out / "gpu.md", page(PARTS, GOALS, out, outcomes))
     return outcomes

@@ -5,8 +5,7 @@
 Writes report.html, report.json, report.md, speedup.png and measurements.jsonl (the environment, then every run with
 its tokens and steps) into ``out``. They replace those of an earlier report when everything is measured. Until then,
 measurements.unfinished.*.jsonl holds the runs, and the same command resumes after a kill; runs of another config,
-commit or machine are never mixed in. ``eval.pages`` makes the pages again from measurements.jsonl; ``eval.sweep``
-measures several values of one key.
+commit or machine are never mixed in. ``eval.sweep`` measures several values of one key.
 
 Several processes can share the prompts, each with its own GPU: torchrun --nproc-per-node 4 -m eval.speed --config ...,
 or --rank 0 --ranks 4 and so on. The last to end writes the report.

@@ -6,7 +6,7 @@ The config is a speed config with ``vary: {key: [values]}``; the key is dotted, 
 ``prompts.consecutive``.
 
 Every value has its own plain decoding as baseline and its own report in ``out/<key>=<value>/``; ``out`` gets
-sweep.json, sweep.md and sweep.png. The models are loaded once, and again only if ``target`` itself varies. The same
+sweep.json and sweep.md. The models are loaded once, and again only if ``target`` itself varies. The same
 command resumes a sweep: a value with a report of the same config, commit and machine is not measured again.
 """
 

@@ -13,7 +13,8 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than most reports of tests."""
     monkeypatch.setattr("eval.report.speed.speedups", lambda report: None)
     monkeypatch.setattr("eval.report.speed.save", lambda figure, path: path.write_bytes(b""))
-    monkeypatch.setattr("eval.report.html._figures", lambda report: [])
+    monkeypatch.setattr("eval.report.charts.speedups", lambda report: None)
+    monkeypatch.setattr("eval.report.html.picture", lambda name, figure: "")
 
 
 def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:

@@ -63,7 +63,7 @@ def test_an_engine_that_dies_has_no_figures(gamma: int, finished: tuple[Path, di
     """Catches a run that ends, waits for ever, or takes what an engine made before it died for a row's figures."""
     folder, report = finished
     (failure,) = [row for row in report["failures"] if row["drafter"] == f"dies {gamma}"]
-    lines = [json.loads(line) for line in (folder / "out" / "measurements.jsonl").read_text().splitlines()[1:-1]]
+    lines = [json.loads(line) for line in (folder / "out" / "measurements.jsonl").read_text().splitlines()[1:]]
     runs = [run_from_line(line) for line in lines if line["method"] == f"dies {gamma}"]
     assert [run.failure for run in runs] == [None, *[failure["reason"]] * 3]
     assert re.search(ENDS[gamma], failure["reason"])

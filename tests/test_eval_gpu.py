@@ -90,7 +90,7 @@ def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "exact").mkdir()
     with simulated_cuda():
         gpu_exact.main(["--out", str(tmp_path / "exact" / "exact.json"), "--new-tokens", "6"])
-    outcomes = {"exact": Ending("exact", "done")}
+    outcomes = {"exact": Ending(part="exact", ended="done")}
     judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
     assert [met for _, met in judged] == [*["yes"] * 4, "**no**"] and judged[0][0] == "0"
 
@@ -103,8 +103,8 @@ def test_the_page(tmp_path: Path) -> None:
         if part.name in EXAMPLES:
             (tmp_path / part.name).mkdir()
             shutil.copy(EXAMPLES[part.name], tmp_path / part.name / part.result)
-            outcomes[part.name] = Ending(part.name, "done", seconds=7.0, commands=["python -m x"])
-    outcomes["run"] = Ending("run", "skipped", "needs deepspeed, not installed here")
+            outcomes[part.name] = Ending(part=part.name, ended="done", seconds=7.0, commands=["python -m x"])
+    outcomes["run"] = Ending(part="run", ended="skipped", reason="needs deepspeed, not installed here")
     page = page_of(PARTS, GOALS, tmp_path, outcomes)
     table = [line for line in page.split("goals met")[0].splitlines() if line.startswith("| ")][2:]
     assert len(table) == len(GOALS)
@@ -131,7 +131,10 @@ def test_the_page(tmp_path: Path) -> None:
 def test_damaged_results_are_said(tmp_path: Path) -> None:
     """Catches a stack trace that loses the page of hours, for a part of a result that is missing or of another type."""
     goal = next(goal for goal in GOALS if goal.part == "roofline" and goal.bound is not None)
-    outcomes, file = {"roofline": Ending("roofline", "done")}, tmp_path / "roofline" / "roofline-llama-7b.json"
+    outcomes, file = (
+        {"roofline": Ending(part="roofline", ended="done")},
+        tmp_path / "roofline" / "roofline-llama-7b.json",
+    )
     row = {"method": "plain decoding", "roofline_share": 0.9}
     right = {"rows": [row]}
     told = set()
@@ -143,8 +146,10 @@ def test_damaged_results_are_said(tmp_path: Path) -> None:
         told.add(met)
     assert "not measured: roofline-llama-7b.json does not hold it (found 'text' instead of a number)" in told
     ending = file.with_name("part.json")
-    kept = vars(Ending("x", "done", seconds=1.5, commands=["ls"]))
-    assert check_refusals(kept, ending, lambda: read_ending(ending)) == 29  # all but values of the right type
+    kept = Ending(part="x", ended="done", seconds=1.5, commands=["ls"]).model_dump()
+    assert (
+        check_refusals(kept, ending, lambda: read_ending(ending)) == 26
+    )  # all but values of the right type and missing defaults
 
 
 def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

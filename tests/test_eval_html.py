@@ -1,36 +1,17 @@
-"""report.html: nothing that a model wrote is obeyed or lost, and the page is made again from the journal alone."""
+"""report.html: nothing that a model wrote is obeyed or lost."""
 
-import json
 import re
-import shutil
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-from changed import check_refusals
-from programs import status, without_pictures
-from rich.console import Console
 from test_eval_metrics import placed
-from test_eval_prompts import sharegpt, tiny_tokenizer, write
-from tiny import build
 
-import eval.pages
-import eval.speed
 from data_prep.dialogues.encoding import load_tokenizer
-from drafters.config import load_config
 from drafters.loop.generate import Step, Trace
-from eval.configs import SpeedConfig
-from eval.figures import metrics
 from eval.measure.runner import Outcome, Run
-from eval.measure.speed import conditions_of
 from eval.prompts.prompts import Prompt
-from eval.report import sweep
 from eval.report.html import html
-from eval.report.rows import build as build_report
-from eval.report.rows import ending
-from eval.report.speed import finished_report, write_again
+from eval.report.rows import build
 from eval.report.texts import make_texts, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
@@ -73,9 +54,7 @@ def report_of(text: str) -> str:
     places = [{"drafter": name, "temperature": 0.0, "batch": 1} for name in described]
     judged = [{**place, "figures": each} for place, each in zip(places, figures, strict=True)]
     known = described, "plain", [prompt]
-    end = ending(facts(), *known, judged, [], make_texts(runs, *known, Letters(text)))
-    end = json.loads(json.dumps(end))  # as it comes out of the journal
-    return html(build_report(end, runs), end["texts"])
+    return html(build(facts(), *known, judged, [], runs), make_texts(runs, *known, Letters(text)))
 
 
 def facts() -> dict[str, Any]:
@@ -115,7 +94,7 @@ def test_what_a_model_wrote_is_neither_obeyed_nor_lost() -> None:
     page = report_of(HOSTILE + SHOWN)
     seen = Seen(page)
     assert not {"script", "a", "iframe"} & {*seen.tags} and "http" not in re.sub(r"http-equiv", "", page)
-    assert seen.tags.count("img") >= 2  # the charts
+    assert seen.tags.count("img") == 1  # the chart
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u200b\u2028\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
     text = "".join(seen.texts)
     assert visible(HOSTILE + SHOWN) in text and "(lossy)" in text
@@ -135,80 +114,3 @@ def test_the_rest_of_an_output_is_its_text() -> None:
         (output,) = (one for one in shown["outputs"] if one["drafter"] == "other")
         assert output["same"] == same
         assert tokenizer.decode(ids[:same]).rstrip("\ufffd") + output["rest"] == text
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a report: plain decoding and prompt lookup, greedy and sampled."""
-    folder = tmp_path_factory.mktemp("html")
-    build("llama").save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
-    prompts = write(folder / "prompts.jsonl", [sharegpt(f"w{i} w7 w{i} w7", "w1") for i in range(4)])
-    config = {
-        "target": {"path": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(prompts), "count": 3}, "drafters": [{"drafter": "prompt_lookup"}],
-        "out": str(folder / "out"), "max_new_tokens": 12, "warmup": 1, "stock_generate": False,
-    }  # fmt: skip
-    (folder / "speed.yaml").write_text(yaml.safe_dump(config))
-    with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        assert status(eval.speed.main, "--config", folder / "speed.yaml") == 0
-    return folder / "out"
-
-
-def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a report that needs its model, or anything but its journal, to be made again; and old journals."""
-    without_pictures(monkeypatch)
-    shutil.copy(finished / "measurements.jsonl", tmp_path)
-    assert status(eval.pages.main, tmp_path) == 0
-    for name in ("report.json", "report.md", "report.html"):
-        assert (tmp_path / name).read_text() == (finished / name).read_text()
-    lines = (tmp_path / "measurements.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "measurements.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match="has no line 'end'.* earlier version wrote it, or it is cut off"):
-        eval.pages.main([str(tmp_path)])
-    (tmp_path / "measurements.jsonl").write_text("".join([*lines[:-1], '{"end": {"prompts": []}}\n']))
-    with pytest.raises(ValueError, match="or of another version of eval.speed: end: missing key 'environment'"):
-        eval.pages.main([str(tmp_path)])
-
-
-def test_a_changed_journal_is_refused_by_file_and_key(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a stack trace, or files of a half-read report, for a part that is missing or of another type."""
-    without_pictures(monkeypatch)
-    monkeypatch.setattr("eval.report.speed.replace_text", lambda path, text: None)
-    monkeypatch.setattr("eval.report.speed.replace_json", lambda path, report: None)
-    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 10)
-    first, *lines = (finished / "measurements.jsonl").read_text().splitlines(keepends=True)
-    content = {"run": json.loads(lines[0]), "end": json.loads(lines[-1])["end"]}
-    content["end"]["environment"]["config"] = {"drafters": content["end"]["environment"]["config"]["drafters"]}
-
-    def dump(changed: dict[str, Any]) -> str:
-        end = {key: value for key, value in changed.items() if key == "end"}
-        return "".join([first, json.dumps(changed.get("run")) + "\n", *lines[1:-1], json.dumps(end) + "\n"])
-
-    quiet = Console(quiet=True)
-    read = lambda: write_again(tmp_path / "measurements.jsonl", tmp_path, quiet)  # noqa: E731
-    lines_of = ("run", "end")  # a whole line that is missing
-    assert check_refusals(content, tmp_path / "measurements.jsonl", read, lines_of, dump) > 300
-
-
-def test_a_changed_finished_report_is_refused_by_file_and_key(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a sweep or search that is resumed and ends in a stack trace on a damaged report of its own."""
-    config = load_config(SpeedConfig, finished.parent / "speed.yaml", [f"out={tmp_path}"])
-    same = conditions_of(config)
-    monkeypatch.setattr("eval.report.speed.conditions_of", lambda config: same)
-    found = json.loads((finished / "report.json").read_text())
-    found["environment"]["config"] = config.model_dump(mode="json")
-    kept = []
-
-    def resume() -> None:
-        if (report := finished_report(config)) is not None:
-            kept.append(report)
-            sweep.markdown(sweep.summarise("seed", [0], ["seed=0"], [report], []), [report])
-
-    assert check_refusals(found, tmp_path / "report.json", resume) > 300
-    assert kept[-1] == found

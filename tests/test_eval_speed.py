@@ -32,7 +32,7 @@ ROW_KEYS = {
     "joules_per_token",
 }  # fmt: skip
 
-PAGES = {"report.html", "report.json", "report.md", "report.csv", "prompts.csv"}
+PAGES = {"report.html", "report.json", "report.md", "prompts.csv"}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,6 @@ def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path
     assert all((row["tau"], row["speedup"], row["speedup_ci"]) == (1.0, 1.0, [1.0, 1.0]) for row in plain.values())
     head, *lines = [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()]
     assert head["environment"]["commit"] == report["environment"]["commit"]
-    assert lines.pop()["end"]["environment"] == report["environment"]
     assert len(lines) == (2 + 2 + 2) * 4 * 3  # two drafters and stock generate, two temperatures, prompts, rounds
     assert all(line["wall_seconds"] >= line["prefill_seconds"] + line["decode_seconds"] for line in lines)
     assert all(sum(line["committed"]) == line["new_tokens"] - 1 for line in lines if "committed" in line)

@@ -104,7 +104,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["none"], "there is no none; python -m eval.speed writes it"),
         (["none", "none", "--over", "x"], "--over compares trainings within one report"),
     ],
-    "eval.pages": [(["none"], "there is no none/measurements.jsonl; give the folder of a report")],
     "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),

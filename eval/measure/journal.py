@@ -13,8 +13,6 @@ from data_prep.store.lock import LOCK, is_locked, lock_file
 from drafters.base import Expected
 from drafters.cli.program import command
 from drafters.common.files import naming, replacing
-from drafters.config import validate
-from drafters.hub.reports import MOST_PROBLEMS, Part
 from drafters.loop.generate import Step, Trace
 from eval.measure.identity import differing, digest
 from eval.measure.models import ALONE
@@ -23,7 +21,6 @@ from eval.prompts.prompts import Prompt
 
 JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"
 START = ("date", "load_average")
-END = "end"  # key of the last line, with everything besides the runs that a report needs
 RUN_FIELDS = (
     "method", "temperature", "round", "tokens", "prefill_seconds", "decode_seconds", "wall_seconds", "first_tokens",
     "energy_joules", "host_energy_joules",
@@ -31,47 +28,6 @@ RUN_FIELDS = (
 STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
 TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")
 Lines = list[dict[str, Any]]
-
-
-class Promised(Part):
-    """``Expected`` of a run."""
-
-    steps: float
-    tokens: float
-    plain_steps: float
-    choice: str
-
-
-class RunLine(Part):
-    """The line of a run; the lists by step are all there or, for a run without a trace, none."""
-
-    method: str
-    temperature: float
-    round: int
-    index: int
-    prompt: str
-    prompt_tokens: int
-    tokens: list[int]
-    prefill_seconds: float
-    decode_seconds: float
-    wall_seconds: float
-    first_tokens: int
-    energy_joules: float | None
-    host_energy_joules: float | None
-    promised: Promised | None = None
-    failure: str | None = None
-    lengths: list[int] = []
-    row: list[int] = []
-    source: list[str] = []
-    drafted: list[int] = []
-    depth: list[int] = []
-    accepted: list[int] = []
-    committed: list[int] = []
-    forwards: list[int] = []
-    draft_seconds: list[float] = []
-    verify_seconds: list[float] = []
-    other_seconds: list[float] = []
-    model_seconds: list[float] = []
 
 
 class RunJournal:
@@ -149,14 +105,8 @@ class RunJournal:
         self._append(journal_line(run, *prompts))
         self.runs.append(run)
 
-    def end(self, facts: dict[str, Any]) -> None:
-        """Append the last line: everything besides the runs that the report needs."""
-        self._append({END: facts})
-
     def resume_notice(self) -> str:
         """Return what an interrupted run leaves, and the command that resumes it."""
-        if self.path.name == JOURNAL:
-            return f"report.json and {JOURNAL} in {self.path.parent} are complete; to measure again: {command()}"
         prompts = Counter((run.temperature, run.batch, run.round, run.prompt) for run in self.runs)
         whole = sum(runs for place, runs in prompts.items() if runs == len(self._methods(*place[:2])))
         progress = (
@@ -173,20 +123,15 @@ class RunJournal:
         return True
 
     def _everything(self) -> Lines:
-        """Return the lines of all processes: the starts, the runs and the end."""
+        """Return the lines of all processes: the starts and the runs."""
         lines = [line for path in self._all for line in _lines_of(path)]
         first, *starts = (start for line in lines if (start := line.get("environment") or line.get("resumed")))
         resumptions = [{"resumed": {name: start[name] for name in START}} for start in starts]
         begun = {"environment": first, "identity": self._identity}
-        return [
-            begun,
-            *resumptions,
-            *(line for line in lines if "method" in line),
-            *(line for line in lines if END in line),
-        ]
+        return [begun, *resumptions, *(line for line in lines if "method" in line)]
 
     def finish(self) -> None:
-        """Give the journal its final name, after the report was written; delete those of other identities."""
+        """Give the journal its final name, after all files of the report; delete those of other identities."""
         final = self.path.with_name(JOURNAL)
         with naming(self.path), replacing(final) as temporary:
             temporary.write_bytes(b"".join(_encoded(line) for line in self._everything()))
@@ -208,13 +153,13 @@ class RunJournal:
         prompt: list[Run] = []
         end = 0
         for place, line in json_lines(self._file):
-            if END in line or "measured" in line:
+            if "measured" in line:
                 continue  # written again when this start has come so far
             start = line.get("environment") or line.get("resumed")
             if start is not None:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
             else:
-                prompt.append(run_from_line(line, str(self.path)))
+                prompt.append(run_from_line(line))
                 if {run.method for run in prompt} != self._methods(prompt[0].temperature, prompt[0].batch):
                     continue
                 self.runs += prompt
@@ -249,20 +194,10 @@ def _lines_of(path: Path) -> Lines:
         return [line for _, line in json_lines(file)]
 
 
-def read_runs(path: Path) -> tuple[list[Run], dict[str, Any] | None]:
-    """Return the runs of a finished journal, and the value of its last line's ``END`` (None if it has none)."""
-    lines = _lines_of(path)
-    others = {"environment", "resumed", "measured", END}
-    runs = [run_from_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if not others & line.keys()]
-    if not runs:
-        raise ValueError(f"{path} has no runs; is it a journal of eval.speed?")
-    return runs, lines[-1].get(END)
-
-
 def _complete(path: Path) -> bool:
     """Return whether a process's journal has its share of the runs."""
     lines = _lines_of(path)
-    return bool(lines) and ("measured" in lines[-1] or END in lines[-1])
+    return bool(lines) and "measured" in lines[-1]
 
 
 def _about_other(path: Path, identity: dict[str, Any]) -> str:
@@ -296,17 +231,11 @@ def journal_line(run: Run, *prompts: Prompt) -> dict[str, Any]:
     return line
 
 
-def run_from_line(line: dict[str, Any], source: str = "a journal") -> Run:
-    """Return the run of a line of ``journal_line``; ValueError, which begins with ``source``, if it is damaged."""
-    validate(RunLine, line, source, MOST_PROBLEMS)
+def run_from_line(line: dict[str, Any]) -> Run:
+    """Return the run of a line of ``journal_line``."""
     trace = None
-    if any(name in line for name in (*STEP_FIELDS, *TIME_FIELDS)):
-        if missing := [name for name in (*STEP_FIELDS, *TIME_FIELDS) if name not in line]:
-            raise ValueError(f"{source}: missing key {missing[0]!r}, and the line has other lists by step")
+    if STEP_FIELDS[0] in line:
         count = len(line[STEP_FIELDS[0]])
-        for name in ("row", "source", *STEP_FIELDS):
-            if len(line.get(name, range(count))) != count:
-                raise ValueError(f"{source}: {name} has {len(line[name])} steps, {STEP_FIELDS[0]} has {count}")
         rows, sources = line.get("row", [0] * count), line.get("source", [""] * count)
         steps = [Step(*figures) for figures in zip(rows, *(line[name] for name in STEP_FIELDS), sources, strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})

@@ -21,7 +21,6 @@ from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, check_options
 from eval.measure.models import ALONE, Models, answer_ends, chat_of, load_models
-from eval.measure.programs import confinement
 from eval.measure.runner import Limits, Method, drafter_method, measure
 from eval.measure.stock import stock_method
 from eval.measure.turns import ANSWERS, with_later_turns
@@ -180,8 +179,7 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
         "config": config.model_dump(mode="json"),
         "argv": argv,
     }
-    programs = {"programs": confinement()} if config.prompts.run_code else {}
-    return environment(target) | conditions_of(config) | settings | programs
+    return environment(target) | conditions_of(config) | settings
 
 
 def measure_all(session: Session, journal: RunJournal, rank: Rank) -> None:

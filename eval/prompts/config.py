@@ -22,7 +22,6 @@ class PromptsConfig(Config):
         None, description="instead of file: names in configs/suites, or YAML files; each of several is a category"
     )
     data: Path = Field(Path("data"), description="folder with the files of suites")
-    run_code: bool = Field(False, description="run the programs that the model writes, if a suite judges by that")
     count: Amount | None = Field(None, ge=1, description="prompts measured; None: all that can be used")
     categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: all prompts")
     per_category: Amount | None = Field(None, ge=1, description="prompts measured of every category, instead of count")

@@ -22,9 +22,7 @@ from drafters.config import Amount, Config, Length, load_config
 from eval.prompts.files import QUESTION_KEYS, Record, first_record, question_key, questions, turns_under
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
-Metric = Literal["number", "humaneval", "mbpp", "rouge", "bleu"]
-# Fields that hold a program's tests.
-JUDGED_BY = {"humaneval": ("prompt", "test", "entry_point"), "mbpp": ("test_list",)}
+Metric = Literal["number", "rouge", "bleu"]
 # Questions of no suite, for the warm-up of a suite that is measured whole.
 WARM_UP = (
     "Name three rivers of Europe and say into which sea each of them flows.",
@@ -69,9 +67,8 @@ class Suite(Config):
     def _check(self) -> Self:
         if self.file is None and self.hub is None:
             raise ValueError("it has neither file nor hub: give one of them as the source of prompts")
-        needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
-        if needing and self.reference is None:
-            raise ValueError(f"metric {min(needing)} compares answers with reference, which is missing")
+        if self.metrics and self.reference is None:
+            raise ValueError(f"metric {min(self.metrics.values())} compares answers with reference, which is missing")
         return self
 
     @property
@@ -184,12 +181,9 @@ def _from_template(record: dict[str, Any], template: str) -> list[str]:
 def _check_judged(records: list[Record], name: str, suite: Suite) -> None:
     """Raise ValueError, before anything is decoded, if a record lacks the fields that judge its answer."""
     for record in records:
-        missing = [field for field in JUDGED_BY.get(record.metric or "", ()) if field not in record.fields]
-        if record.metric in ("number", "rouge", "bleu") and filled(suite.reference or "", record.fields) is None:
-            missing = [suite.reference or ""]
-        if missing:
+        if record.metric is not None and filled(suite.reference or "", record.fields) is None:
             raise ValueError(
-                f"suite {name}: metric {record.metric!r} needs {', '.join(missing)}, which prompt {record.id!r} lacks; "
+                f"suite {name}: metric {record.metric!r} needs {suite.reference}, which prompt {record.id!r} lacks; "
                 f"it has {shortened(record.fields, 60)}; set metric to null to skip judging"
             )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from eval.figures.metrics import typical_pair, typical_run
 from eval.measure.runner import Run
+from eval.prompts.prompts import Prompt
 from eval.report.pairs import COLUMNS, PLACE, Line
 
 
@@ -32,12 +33,11 @@ def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
     return lines
 
 
-def in_report(end: dict[str, Any], runs: Sequence[Run]) -> list[Line]:
-    """Return ``by_prompt`` of a report's runs; ``end`` is the last line of their journal."""
-    prompts = end["prompts"]
+def in_report(runs: Sequence[Run], prompts: Sequence[Prompt], plain: str) -> list[Line]:
+    """Return ``by_prompt`` of a report's runs."""
     together = [prompts[run.prompt : run.prompt + run.batch] for run in runs]
-    names = [(", ".join(p["id"] for p in some), sum(p["tokens"] for p in some)) for some in together]
-    return by_prompt(((*name, run) for name, run in zip(names, runs, strict=True)), end["baseline"])
+    names = [(", ".join(p.id for p in some), sum(len(p.ids) for p in some)) for some in together]
+    return by_prompt(((*name, run) for name, run in zip(names, runs, strict=True)), plain)
 
 
 def as_csv(lines: Sequence[Line]) -> str:
@@ -47,18 +47,3 @@ def as_csv(lines: Sequence[Line]) -> str:
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-def flat(rows: Sequence[Line]) -> list[Line]:
-    """Return the report's rows without lists and tables, all with the same keys; an interval as two figures."""
-    plain = []
-    for row in rows:
-        ends = {
-            f"{key}_{end}": pair[n]
-            for key, pair in row.items()
-            if key.endswith("_ci") and pair
-            for n, end in enumerate(("low", "high"))
-        }
-        plain.append({key: value for key, value in row.items() if isinstance(value, str | int | float)} | ends)
-    names = dict.fromkeys(name for row in plain for name in row)
-    return [{name: row.get(name) for name in names} for row in plain]

@@ -1,7 +1,7 @@
 """The page of eval.gpu: its parts, its goals, the measured figures; without torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,32 +51,21 @@ class Goal:
         return value >= self.bound if self.at_least else value <= self.bound
 
 
-@dataclass
-class Ending:
-    """How a part ended: "done", "failed", "out of time", "interrupted" or "skipped", and why."""
-
-    part: str
-    ended: str
-    reason: str = ""
-    seconds: float = 0.0
-    commands: list[str] = field(default_factory=list)
-
-
-class Stored(Config):
-    """An ``Ending`` in part.json."""
+class Ending(Config):
+    """How a part ended: "done", "failed", "out of time", "interrupted" or "skipped", and why; stored in part.json."""
 
     model_config = ConfigDict(strict=True)
     part: str
     ended: str
-    reason: str
-    seconds: float
-    commands: list[str]
+    reason: str = ""
+    seconds: float = 0.0
+    commands: list[str] = []
 
 
 def read_ending(file: Path) -> Ending:
     """Return the ending in a part.json; ValueError if it is damaged."""
     wrong = f"{file} is damaged, delete it to run its part again"
-    return Ending(**validate(Stored, json_object(file, f"{wrong}: it"), wrong).model_dump())
+    return validate(Ending, json_object(file, f"{wrong}: it"), wrong)
 
 
 def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
@@ -113,7 +102,7 @@ def page(parts: Sequence[Section], goals: Sequence[Goal], out: Path, outcomes: d
     lines += [f"{reached} of {wanted} goals met.", ""]
     rows = []
     for part in parts:
-        outcome = outcomes.get(part.name, Ending(part.name, "not run yet"))
+        outcome = outcomes.get(part.name, Ending(part=part.name, ended="not run yet"))
         ended = f"{outcome.ended}: {outcome.reason}" if outcome.reason else outcome.ended
         last = f"`{outcome.commands[-1]}`" if outcome.commands else ""
         rows.append([part.name, part.about, ended, last, f"{outcome.seconds:.0f}"])

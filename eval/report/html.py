@@ -1,4 +1,4 @@
-"""``report.html``: report.md rendered as HTML, with the charts and the outputs' texts, in one file.
+"""``report.html``: report.md rendered as HTML, with the chart and the outputs' texts, in one file.
 
 The page runs no script and fetches nothing. HTML and links in labels, prompts and outputs are shown as text.
 """
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from eval.report import charts
 from eval.report.page import markdown
-from eval.report.tables import at_settings, shown_name
+from eval.report.tables import shown_name
 from eval.report.texts import visible
 
 Report = dict[str, Any]
@@ -45,21 +45,10 @@ def html(report: Report, texts: dict[str, Any]) -> str:
     """Return the page; ``texts``: prompts and outputs, see ``eval.report.texts``."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable(["link", "image", "autolink"])
     title, line, rest = parser.render(visible(markdown(report))).partition("</h1>\n")
-    pictures = [picture(name, figure) for name, figure in _figures(report) if figure is not None]
     name = visible(f"Speed of drafters: {Path(report['environment']['target']['name']).name}")
-    body = "\n".join([title + line, *pictures[:1], rest, *pictures[1:], *outputs(report, texts)])
+    chart = picture("Speedup over plain decoding in the same loop", charts.speedups(report))
+    body = "\n".join([title + line, chart, rest, *outputs(report, texts)])
     return PAGE.format(policy=POLICY, title=escape(name), style=STYLE, body=body)
-
-
-def _figures(report: Report) -> list[tuple[str, Figure | None]]:
-    figures: list[tuple[str, Figure | None]] = [
-        ("Speedup over plain decoding in the same loop", charts.speedups(report))
-    ]
-    for title, _, rows in at_settings(report, smallest_batch=True):
-        figures.append((f"Tau against speed, {title}", charts.tau_against_speed(rows)))
-        figures.append((f"Acceptance by position, {title}", charts.acceptance(rows)))
-    times = [(f"Time of a step, {title}", charts.step_times(rows)) for title, _, rows in at_settings(report)]
-    return [*figures, *times, ("Speed by batch size", charts.throughput(report))]
 
 
 def picture(name: str, figure: Figure) -> str:

@@ -1,4 +1,4 @@
-"""Make ``report.json`` from the runs and the journal's last line; needs neither the model nor the prompt file."""
+"""Make ``report.json`` from the runs."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -10,55 +10,35 @@ from eval.figures import metrics
 from eval.figures.divergence import differing
 from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
 from eval.measure.runner import Run
-from eval.prompts.files import Record
 from eval.prompts.prompts import Prompt
 
-KEPT = ("id", "category", "sub_category", "turn")  # of a prompt, besides its number of tokens
 Key = tuple[float, int, str]  # temperature, batch size, method
 Rounds = list[list[Run]]  # for each prompt or batch of prompts, its run in every round
 Described = dict[str, dict[str, Any]]  # by label, what is known of a method
 
 
-def ending(
+def build(
     facts: dict[str, Any],
     described: Described,
     baseline_label: str,
     prompts: list[Prompt],
     judged: list[dict[str, Any]],
     left_out: list[dict[str, Any]],
-    texts: dict[str, Any],
+    runs: list[Run],
 ) -> dict[str, Any]:
-    """Return the journal's last line: everything besides the runs that ``build`` and the pages need.
+    """Return ``report.json``.
 
     Args:
-        facts: the report's environment. judged: see ``eval.report.judged``. texts: see ``eval.report.texts``.
+        facts: the report's environment. judged: see ``eval.report.judged``.
         left_out: methods that cannot decode batches of a size.
     """
-    return {
-        "environment": facts,
-        "described": described,
-        "baseline": baseline_label,
-        "prompts": [{name: getattr(p, name) for name in KEPT} | {"tokens": len(p.ids)} for p in prompts],
-        "judged": judged,
-        "left_out": [{**row, **described[row["drafter"]]} for row in left_out],
-        "texts": texts,
-    }
-
-
-def build(end: dict[str, Any], runs: list[Run]) -> dict[str, Any]:
-    """Return ``report.json`` of the runs that ``end`` ends."""
-    facts, described, label = end["environment"], end["described"], end["baseline"]
-    prompts = [_prompt(**one) for one in end["prompts"]]
-    baseline, rows = make_rows(runs, described, label, prompts, end["judged"], facts["limits"]["seed"])
+    baseline, rows = make_rows(runs, described, baseline_label, prompts, judged, facts["limits"]["seed"])
     report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
     report["failures"] = failures(runs, described, prompts)
     if facts["batch"] != 1:
-        report |= {"left_out": end["left_out"], "throughput": best_throughput(rows, baseline)}
+        report["left_out"] = [{**row, **described[row["drafter"]]} for row in left_out]
+        report["throughput"] = best_throughput(rows, baseline)
     return report
-
-
-def _prompt(id: str, category: str | None, sub_category: str | None, turn: int, tokens: int) -> Prompt:
-    return Prompt(id, category, [0] * tokens, record=Record(id, category, [], sub_category), turn=turn)
 
 
 def make_rows(

@@ -20,9 +20,9 @@ TWO_ENGINES = """\
 n-alpha by depth. One checkpoint has one acceptance in every engine. Differences are in standard errors of two shares
 and are significant from 3 on. Intervals are 95%: of a share by its steps, of tau by the bootstrap over prompts."""
 ACCURACY = """\
-In percent. *right number*: the answer's last number is the reference's. *pass@1*: the program passes its tests, from
-one sample. *ROUGE-1*: mean F1 of single words, stemmed. *BLEU*: of all answers together. A lossless method keeps plain
-decoding's accuracy, except for near ties in bf16 and, if sampled, for chance; a **lossy** one may not.
+In percent. *right number*: the answer's last number is the reference's. *ROUGE-1*: mean F1 of single words, stemmed.
+*BLEU*: of all answers together. A lossless method keeps plain decoding's accuracy, except for near ties in bf16 and, if
+sampled, for chance; a **lossy** one may not.
 """
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -145,8 +145,6 @@ def _accuracy(report: dict[str, Any]) -> Section:
             notes.append(
                 f"- {name}: {mark['cut']} of plain decoding's {mark['answers']} answers ended at the token limit"
             )
-    if marks and (programs := report["environment"].get("programs")):
-        notes.append(f"- programs that the model wrote were run {programs}")
     return Section("Accuracy", head, cells, about="\n".join([*notes, "", ACCURACY]))
 
 

@@ -1,4 +1,4 @@
-"""From a speed config, or its journal, to a report: measure, judge the outputs, write all files."""
+"""From a speed config to a report: measure, judge the outputs, write all files."""
 
 from pathlib import Path
 from typing import Any
@@ -10,31 +10,29 @@ from data_prep.store.lock import folder_lock
 from drafters.cli.program import keeping
 from drafters.common.files import replace_json, replace_text
 from drafters.common.wording import json_object
-from drafters.hub.reports import REPORT
+from drafters.hub.reports import REPORT, read
 from drafters.loop.state import until
 from eval.configs import SpeedConfig
 from eval.figures.accuracy import accuracy
 from eval.figures.divergence import tolerance_note
 from eval.figures.scores import quantisation_cost
 from eval.measure.engines import Engines
-from eval.measure.journal import END, RunJournal, read_runs
+from eval.measure.journal import RunJournal
 from eval.measure.models import ALONE, Models, answer_ends, chat_of
 from eval.measure.runner import Run
 from eval.measure.speed import Session, conditions_of, measure_all
 from eval.prompts.files import files_sha256
-from eval.report.by_prompt import as_csv, flat, in_report
+from eval.report.by_prompt import as_csv, in_report
 from eval.report.charts import save, speedups
 from eval.report.html import html
 from eval.report.judged import add_coverage, judge
 from eval.report.page import markdown, print_table
 from eval.report.remarks import shortage_line
-from eval.report.rows import build, ending
-from eval.report.schema import Ending, Report, check
+from eval.report.rows import build
 from eval.report.tables import say
 from eval.report.texts import make_texts
 
-PAGE, PICTURE, HTML = "report.md", "speedup.png", "report.html"
-TABLE, PROMPTS = "report.csv", "prompts.csv"
+PAGE, PICTURE, HTML, PROMPTS = "report.md", "speedup.png", "report.html", "prompts.csv"
 
 
 def measure_and_report(
@@ -87,40 +85,21 @@ def _finish(session: Session, journal: RunJournal, console: Console) -> dict[str
         ended = [until(run.tokens, eos) for run in outputs]
         answers = tokenizer.batch_decode(ended, skip_special_tokens=True)
         cut = [tokens[-1] not in eos for tokens in ended]
-        return accuracy([prompts[run.prompt] for run in outputs], answers, cut, config.prompts.run_code)
+        return accuracy([prompts[run.prompt] for run in outputs], answers, cut)
 
     known = session.described, session.plain, prompts
     judged = judge(runs, *known, models.target, marks)
     add_coverage(judged, runs, session.lineup.draft_vocabularies, prompts)
-    end = ending(session.facts, *known, judged, session.left_out, make_texts(runs, *known, tokenizer))
-    journal.end(end)
-    report = build(end, runs)
+    report = build(session.facts, *known, judged, session.left_out, runs)
     try:
-        write_report(report, config.out, journal)
+        write_report(report, config.out)
     finally:
         print_table(report, console)  # on a full disk, the screen still has the figures
-    write_pages(report, end, runs, config.out, console)
-    return report
-
-
-def write_again(journal: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write all files of a journal's report, without models and prompts; return the report."""
-    runs, end = read_runs(journal)
-    if end is None:
-        raise ValueError(
-            f"{journal} has no line {END!r}, the last one that eval.speed writes: an earlier version wrote it, or it "
-            "is cut off; measure again with the command in report.md"
-        )
-    wrong = f"{journal} is damaged, or of another version of eval.speed"
-    check(end, Ending, f"{wrong}: {END}")
-    try:
-        report = build(end, runs)
-    except (LookupError, TypeError, AssertionError) as error:  # runs that do not fit the last line
-        raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from None
-    check(report, Report, wrong)
-    out.mkdir(parents=True, exist_ok=True)
-    write_report(report, out)
-    write_pages(report, end, runs, out, console)
+    replace_text(config.out / PROMPTS, as_csv(in_report(runs, prompts, session.plain)))
+    replace_text(config.out / HTML, html(report, make_texts(runs, *known, tokenizer)))
+    save(speedups(report), config.out / PICTURE)
+    journal.finish()  # last: after a kill, the same command writes all files again
+    say(console, ", ".join(str(config.out / name) for name in (HTML, PAGE, REPORT, PICTURE, PROMPTS)))
     return report
 
 
@@ -137,33 +116,15 @@ def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
         same = same and all(facts[name] == value for name, value in conditions_of(config).items())
     except (ValueError, KeyError, TypeError):
         return None  # of another program or version: measured again and replaced
-    if not same:
-        return None
-    check(report, Report, f"{file} is damaged, delete it to measure again")
-    return report
+    return read(file) if same else None
 
 
-def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None = None) -> None:
-    """Write report.json (strict JSON: a NaN is an error), give the journal its final name, and write report.md.
+def write_report(report: dict[str, Any], out: Path) -> None:
+    """Write report.json (strict JSON: a NaN is an error) and report.md.
 
     The pictures and tables of an earlier report are deleted, because they show another run.
     """
     replace_json(out / REPORT, report)
-    if journal is not None:
-        journal.finish()
-    for name in (PICTURE, HTML, TABLE, PROMPTS):
+    for name in (PICTURE, HTML, PROMPTS):
         (out / name).unlink(missing_ok=True)
     replace_text(out / PAGE, markdown(report, PICTURE))
-
-
-def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], out: Path, console: Console) -> None:
-    """Write report.csv, prompts.csv, report.html and speedup.png, and print all names.
-
-    Args:
-        end: the last line of the journal. runs: the runs before it.
-    """
-    replace_text(out / TABLE, as_csv(flat(report["rows"])))
-    replace_text(out / PROMPTS, as_csv(in_report(end, runs)))
-    replace_text(out / HTML, html(report, end["texts"]))
-    save(speedups(report), out / PICTURE)
-    say(console, ", ".join(str(out / name) for name in (HTML, PAGE, REPORT, PICTURE, TABLE, PROMPTS)))

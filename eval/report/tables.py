@@ -76,16 +76,13 @@ def setting_of(row: Row) -> str:
     return f"T = {row['temperature']:g}{in_batch(row)}"
 
 
-def at_settings(report: dict[str, Any], smallest_batch: bool = False) -> list[tuple[str, Row, list[Row]]]:
+def at_settings(report: dict[str, Any]) -> list[tuple[str, Row, list[Row]]]:
     """Return for every temperature and batch size its title, plain decoding there, and the rows."""
-    baselines = report["baseline"]["temperatures"]
-    least = min(baseline["batch"] for baseline in baselines)
     groups = []
-    for baseline in baselines:
-        if not smallest_batch or baseline["batch"] == least:
-            name = "greedy" if baseline["temperature"] == 0 else f"temperature {baseline['temperature']:g}"
-            name += f", batch {baseline['batch']}" if baseline["batch"] > 1 else ""
-            groups.append((name, baseline, [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]))
+    for baseline in report["baseline"]["temperatures"]:
+        name = "greedy" if baseline["temperature"] == 0 else f"temperature {baseline['temperature']:g}"
+        rows = [row for row in report["rows"] if setting_of(row) == setting_of(baseline)]
+        groups.append((name + in_batch(baseline), baseline, rows))
     return groups
 
 

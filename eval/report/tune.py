@@ -47,19 +47,15 @@ def tune(config: TuneConfig, argv: list[str], console: Console, models: Models) 
     chosen = config.first_values()
     stages: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
-    for turn in range(config.passes):
-        before = dict(chosen)
-        for knob in config.knobs:
-            one = config.stage(len(stages) + 1, knob, chosen)
-            console.rule(f"{config.drafters[0].base}: {knob} in {config.knobs[knob]}")
-            report = finished_report(one) or measure_and_report(one, argv, console, models)
-            stages.append(summarise(knob, dict(chosen), one, report, config))
-            chosen[knob] = stages[-1]["best"]
-            results = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}
-            write(config, results | {"argv": argv}, report)
-            say(console, f"best {knob}: {chosen[knob]}")
-        if turn and chosen == before:
-            break
+    for knob in config.knobs:
+        one = config.stage(len(stages) + 1, knob, chosen)
+        console.rule(f"{config.drafters[0].base}: {knob} in {config.knobs[knob]}")
+        report = finished_report(one) or measure_and_report(one, argv, console, models)
+        stages.append(summarise(knob, dict(chosen), one, report, config))
+        chosen[knob] = stages[-1]["best"]
+        results = {"format_version": 1, "best": dict(chosen), "stages": stages}
+        write(config, results | {"argv": argv}, report)
+        say(console, f"best {knob}: {chosen[knob]}")
     say(console, f"{config.out / BEST}")
     return results
 
@@ -100,7 +96,7 @@ def summarise(
         raise MeasurementError(f"no value of {knob} could be measured; see {one.out}")
     bound = None if config.max_perplexity is None or plain is None else config.max_perplexity * plain
     allowed = [row for row in usable if bound is None or row["perplexity"] <= bound]
-    if config.objective == "speed" and allowed:
+    if allowed:
         best = max(allowed, key=lambda row: row["tokens_per_second"])
     else:
         best = min(usable, key=lambda row: row["perplexity"])
@@ -129,7 +125,7 @@ def write(config: TuneConfig, results: dict[str, Any], report: dict[str, Any]) -
     entry = yaml.safe_dump([best_entry(config, results["best"])], sort_keys=False)
     replace_text(config.out / BEST, f"# Found by: {shlex.join(results['argv'])}\n{entry}")
     replace_json(config.out / DATA, results)
-    what = results["objective"]
+    what = "speed"
     if config.max_perplexity is not None:
         what += f", with at most {config.max_perplexity:g} times the perplexity of plain decoding's outputs"
     lines = [f"# Tuning {config.drafters[0].base} for {what}, T = {config.temperatures[0]:g}", "", *setting(report), ""]

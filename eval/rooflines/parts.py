@@ -26,6 +26,9 @@ from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, SIZES, check_shape
 
 COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes; larger than every cache
 NO_EOS: list[int] = []
+# EAGLE, Table 1 (Vicuna-7B, MT-bench, greedy): n-alpha of a chain, and tau of its tree.
+EAGLE_PROFILE, EAGLE_TAU = [0.79, 0.74, 0.72, 0.73, 0.67], 3.94
+KANGAROO_PROFILE, KANGAROO_TAU = [0.6], 2.0
 
 
 def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
@@ -148,10 +151,10 @@ def methods(target: TargetModel, config: RooflineConfig) -> dict[str, Callable[[
     head = EagleHead(target.config)
     chain = EagleDrafter(target, head, EagleOptions(tree="chain"))
     static = EagleDrafter(target, head, EagleOptions(tree="static"))
-    profile = scaled(config.eagle_profile, 5, config.eagle_tau)
+    profile = scaled(EAGLE_PROFILE, 5, EAGLE_TAU)
     ours = {  # no dynamic tree: its shape depends on confidences, and those of an untrained head are all equal
         "plain decoding": make_drafter("autoregressive", target),
-        "EAGLE chain, replay": ReplayDrafter.from_options(target, inner=chain, profile=config.eagle_profile),
+        "EAGLE chain, replay": ReplayDrafter.from_options(target, inner=chain, profile=EAGLE_PROFILE),
         "EAGLE static tree, replay": ReplayDrafter.from_options(target, inner=static, profile=profile),
     }
     timed: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -162,7 +165,7 @@ def methods(target: TargetModel, config: RooflineConfig) -> dict[str, Callable[[
     if config.exit_layer < target.num_layers:
         module = KangarooAdapter(target.config, KangarooShape(exit_layer=config.exit_layer))
         adapter = KangarooDrafter(target, module, KangarooOptions(eta=0.0, max_draft_tokens=4))
-        rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
+        rates = scaled(KANGAROO_PROFILE, 4, KANGAROO_TAU)
         replayed = ReplayDrafter.from_options(target, inner=adapter, profile=rates)
         timed[f"Kangaroo, exit {config.exit_layer}, replay"] = partial(_ours, target, replayed, prompts[:1], new)
     if config.stock and config.quantize is None:  # quantising replaces the stock layers' weights
