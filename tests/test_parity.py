@@ -449,7 +449,7 @@ def test_committed_results_are_read(file: Path) -> None:
         (["--engine", "vllm", "--prompts", "none.jsonl"], "no prompt file at none.jsonl"),
         (["--engine", "vllm", "python=none/python"], "vllm does not run: not installed: there is no none/python"),
         (["--engine", "ours", "max_new_tokens=4096"], "begun_tokens and max_new_tokens need 4,112 positions"),
-        (["--engine", "ours", "--checkpoint", "KANGAROO"], "is of the method 'kangaroo'; give an EAGLE, EAGLE-3"),
+        (["--engine", "ours", "--checkpoint", "KANGAROO"], "'kangaroo'; give an EAGLE head, or one that reads several"),
     ],
 )
 def test_mistakes_of_the_user(

@@ -46,7 +46,7 @@ class Eagle3Task(Task):
     positions of a dialogue are not trained.
     """
 
-    schema = Eagle3Config
+    schema: ClassVar[type[Eagle3Config]] = Eagle3Config
     config: Eagle3Config
     ahead: ClassVar[int] = 2
     drafts: ClassVar[dict[str, dict[str, Any]]] = {

@@ -94,6 +94,7 @@ class HeadForms:
         keys: types of the keys of ``config.json``.
         code: how the official code loads it; {target}, {out} and {exit_layer} are filled in. note: its limits.
         pickled: the official code reads pytorch_model.bin only.
+        vllm_options: values of vLLM's speculative config, if not the method's name alone.
         has_lm_head_copy: a trainer of such heads stores a copy of the target's LM head beside that of its embedding.
         drafts_blocks: engines count the anchor among the tokens of a draft.
     """
@@ -105,6 +106,7 @@ class HeadForms:
     code = ""
     note = ""
     pickled = False
+    vllm_options: ClassVar[Mapping[str, Any]] = {}
     has_lm_head_copy = False
     drafts_blocks = False
 

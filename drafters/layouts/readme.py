@@ -95,9 +95,10 @@ def _llama_cpp(given: Exported) -> str:
 
 def vllm(given: Exported) -> str:
     """How vLLM serves it."""
-    options = json.dumps({"method": given.method, "model": str(given.out), "num_speculative_tokens": given.steps})
+    options = {"method": given.method, "model": str(given.out), "num_speculative_tokens": given.steps}
+    options |= given.forms.vllm_options
     return (
-        f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{options}'\n```\n\n"
+        f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{json.dumps(options)}'\n```\n\n"
         "vLLM drafts chains, not trees."
     )
 

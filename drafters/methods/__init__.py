@@ -43,6 +43,7 @@ METHODS = {
     "mjgd": Method("papers.mjgd:MJGDDrafter"),
     "mjsd": Method("papers.mjsd:MJSDDrafter"),
     "ouroboros": Method("papers.ouroboros:OuroborosDrafter"),
+    "peagle": Method("peagle:PEagleDrafter", "peagle.shape:PEagleShape"),
     "prompt_lookup": Method("prompt_lookup:PromptLookupDrafter"),
     "replay": Method("replay:ReplayDrafter"),
     "rest": Method("papers.rest:RestDrafter"),

@@ -42,7 +42,7 @@ from eval.figures.readings import (
 from eval.measure.block_mistakes import BLOCK_MISTAKES
 from eval.measure.engines import Engines
 from eval.measure.identity import conditions
-from eval.measure.mistakes import MISTAKES, Mistake
+from eval.measure.mistakes import MISTAKES, Mistake, declared
 from eval.measure.models import chat_of, load_models
 from eval.measure.runner import Limits, Outcome
 from eval.prompts.prompts import load_prompts
@@ -61,10 +61,15 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     """
     set_threads(config.threads)
     kind = drafter_class(method := drafter_type(config.checkpoint))
-    if not issubclass(kind, (*FEATURES, *BLOCKS)):
+    if not issubclass(kind, LearnedDrafter) or not (issubclass(kind, FEATURES) or "taps" in kind.shape.model_fields):
         raise ValueError(
-            f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE, EAGLE-3, DFlash or DSpark "
-            "head"
+            f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE head, or one that reads "
+            "several states of the target, such as EAGLE-3, DFlash or DSpark"
+        )
+    if not issubclass(kind, (*FEATURES, *BLOCKS)) and config.engine != "ours":
+        raise ValueError(
+            f"engine is {config.engine}, which was not tried with heads of the method {method!r}; give --engine ours, "
+            "which ranks the readings of the checkpoint"
         )
     if issubclass(kind, DSparkDrafter) and config.engine == "vllm":
         raise ValueError(
@@ -168,7 +173,9 @@ def served(
 
 def known(drafter: Head) -> tuple[Mistake, ...]:
     """Return the mistakes that heads of this kind have."""
-    return BLOCK_MISTAKES if isinstance(drafter, BLOCKS) else MISTAKES
+    if isinstance(drafter, BLOCKS):
+        return BLOCK_MISTAKES
+    return MISTAKES if isinstance(drafter, FEATURES) else declared(type(drafter).shape)
 
 
 def mistaken(drafter: Head, prompts: list[list[int]], config: ParityConfig) -> Iterator[tuple[str, str, list[Outcome]]]:

@@ -12,7 +12,7 @@ from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape
 from drafters.loop.state import DecodeState
 from drafters.methods.block import BlockHead, DFlashDrafter, DSparkDrafter, MarkovBlock, MarkovSlots
 from drafters.model.target import TargetModel
-from eval.measure.mistakes import PLAIN_THETA, RETRAIN, Mistake, flips, ignore_d2t, of_taps, remade
+from eval.measure.mistakes import PLAIN_THETA, RETRAIN, WRONG_MASK, Mistake, flips, ignore_d2t, of_taps, remade
 
 Block = DFlashDrafter | DSparkDrafter
 EDGES = {"slot": "anchor", "anchor": "slot"}
@@ -75,11 +75,6 @@ def norm_as_first(drafter: Block) -> Block | None:
     return remade(drafter, wrong=_FirstNorm)
 
 
-def take_other_mask(drafter: Block) -> Block | None:
-    """Fill the block with token 0, as for a config without the mask token."""
-    return remade(drafter, mask_token_id=0) if shape_of(drafter).mask_token_id else None
-
-
 def ignore_markov(drafter: Block) -> Block | None:
     """Leave out the bias of the Markov head."""
     if not isinstance(drafter, DSparkDrafter):
@@ -139,12 +134,7 @@ BLOCK_MISTAKES = (
     Mistake("context keys with the first layer's k_norm", _FIRST_NORM, RETRAIN, norm_as_first),
     Mistake("rope_theta 10000", "rope_theta, rope_parameters", _THETA, turn_otherwise),
     Mistake("d2t ignored", "d2t: target id - draft id", "write zeros into d2t of its weights", ignore_d2t),
-    Mistake(
-        "wrong mask token",
-        "mask_token_id, which this reading takes for 0, as where the key is absent",
-        "set mask_token_id to 0 in its config.json",
-        take_other_mask,
-    ),
+    WRONG_MASK,
     Mistake(
         "Markov head ignored",
         "markov_rank, and the tensors of markov_head, which readers of DFlash heads drop",

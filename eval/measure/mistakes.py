@@ -18,7 +18,6 @@ from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.shape import HeadShape, split
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
-from drafters.methods.block import DFlashDrafter
 from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
 from drafters.model.draft_head import D2T, DraftHead
 from drafters.model.rows import CHAIN, Rows
@@ -83,7 +82,7 @@ def reads_states(drafter: LearnedDrafter) -> bool:
     return "taps" in type(drafter).shape.model_fields
 
 
-def move_taps(drafter: EagleDrafter | DFlashDrafter, by: int) -> EagleDrafter | DFlashDrafter | None:
+def move_taps(drafter: LearnedDrafter, by: int) -> LearnedDrafter | None:
     """Read every state ``by`` layers further up."""
     taps = [tap + by for tap in drafter.taps]
     if not reads_states(drafter) or min(taps) < 0 or max(taps) > drafter.target.num_layers:
@@ -91,7 +90,7 @@ def move_taps(drafter: EagleDrafter | DFlashDrafter, by: int) -> EagleDrafter | 
     return remade(drafter, taps=taps)
 
 
-def reverse_taps(drafter: EagleDrafter | DFlashDrafter) -> EagleDrafter | DFlashDrafter | None:
+def reverse_taps(drafter: LearnedDrafter) -> LearnedDrafter | None:
     """Concatenate the states from the last to the first."""
     if not reads_states(drafter) or len(drafter.taps) < 2:
         return None
@@ -282,6 +281,25 @@ def of_taps(check: str) -> tuple[Mistake, ...]:
         Mistake("layer ids one too low", check, f"lower each number of {_TAPS}", partial(move_taps, by=-1)),
         Mistake("layer ids in reverse order", order, "reverse the order of taps in its config.json", reverse_taps),
     )
+
+
+def take_other_mask(drafter: LearnedDrafter) -> LearnedDrafter | None:
+    """Read token 0 at masked places, as for a config without the mask token."""
+    return remade(drafter, mask_token_id=0) if cast(Any, drafter.module).shape.mask_token_id else None
+
+
+WRONG_MASK = Mistake(
+    "wrong mask token",
+    "mask_token_id, which this reading takes for 0, as where the key is absent",
+    "set mask_token_id to 0 in its config.json",
+    take_other_mask,
+)
+
+
+def declared(shape: type[HeadShape]) -> tuple[Mistake, ...]:
+    """Return the mistakes that follow from the keys of a shape: states, a mask token, and those that it declares."""
+    masks = (WRONG_MASK,) if "mask_token_id" in shape.model_fields else ()
+    return (*of_taps("the numbers of the target's states"), *flips(shape), *masks)
 
 
 def flips(shape: type[HeadShape], check: str = "{key}") -> tuple[Mistake, ...]:

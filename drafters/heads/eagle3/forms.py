@@ -53,7 +53,6 @@ from drafters.heads.states import (
 from drafters.model.draft_head import D2T
 from drafters.model.layers import layer_kind
 
-METHOD = "eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
 STATES = "use_aux_hidden_state"  # false: the head reads the output of the target's final norm, without fc
 GROUP = "eagle_config"  # of keys that other forms have at the top
@@ -63,7 +62,6 @@ OFFICIAL = "LlamaForCausalLM"
 SGLANG = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's, which number the target's states by layers' outputs
 VLLM = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}  # by kind of layer; inputs of layers
 SPECULATORS = ("Eagle3DraftModel", "Eagle3Speculator")
-ARCHITECTURES = (OFFICIAL, SGLANG, *VLLM.values(), *SPECULATORS)
 LLAMA_CPP_SINCE = "July 2026 (pull request 25794)"  # reads the numbers of the states; before, it took the usual ones
 # Programs that load a folder with this architecture, if they read the same states in it.
 _LOADED_BY = {OFFICIAL: ("official", "vllm"), SGLANG: ("vllm", "sglang", "llama.cpp")}
@@ -103,11 +101,14 @@ class Eagle3Keys(Keys):
 
 
 class Eagle3Forms(StateForms):
-    """Forms of EAGLE-3 heads."""
+    """Forms of EAGLE-3 heads. ``method``: the name in speculators' config.json. ``architectures``: those known."""
+
+    method = "eagle3"
+    architectures: tuple[str, ...] = (OFFICIAL, SGLANG, *VLLM.values(), *SPECULATORS)
 
     noun = "an EAGLE-3 head"
     readers = tuple(READERS)
-    shape = Eagle3Shape
+    shape: type[Eagle3Shape] = Eagle3Shape
     keys = Eagle3Keys
     code = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=True)"
     note = "It reads the embedding from a target in several files (with an index), and fails for a single file."
@@ -129,16 +130,18 @@ class Eagle3Forms(StateForms):
     def flattened(self, config: Mapping[str, Any], source: str) -> dict[str, Any]:
         if "speculators_model_type" not in config:
             return dict(config)
-        if (kind := config["speculators_model_type"]) != METHOD:
-            raise ValueError(f"{source}: speculators_model_type is {shortened(kind)}, and an EAGLE-3 head has 'eagle3'")
+        if (kind := config["speculators_model_type"]) != self.method:
+            raise ValueError(
+                f"{source}: speculators_model_type is {shortened(kind)}, and {self.noun} has {self.method!r}"
+            )
         layer = nested_layer(config, source)
         return layer | {key: value for key, value in config.items() if key in (*FLAGS, "draft_vocab_size", IDS, STATES)}
 
     def read(self, stored: Stored, target: PretrainedConfig, stated: Stated) -> Reading:
         config, weights, source = stored.config, stored.weights, stored.source
         flat, notes, doubts = self.flattened(config, source), list[str](), list[str]()
-        if (architecture := architecture_of(config)) not in ARCHITECTURES:
-            doubts.append(f"architectures is {architecture or 'not given'}; known: {', '.join(ARCHITECTURES)}")
+        if (architecture := architecture_of(config)) not in self.architectures:
+            doubts.append(f"architectures is {architecture or 'not given'}; known: {', '.join(self.architectures)}")
         check_sizes(flat, stored, target)
         options = _flags(config, flat, weights, source, doubts)
         count = states_of_fc(weights, flat["hidden_size"], source, self.noun)
@@ -186,7 +189,8 @@ class Eagle3Forms(StateForms):
         head: dict[str, Any] = {flag: getattr(shape, flag) for flag in FLAGS}
         head |= {"tie_word_embeddings": False, MADE_FROM: _made_from(to, shape)}
         if to == "speculators":
-            form = speculators_keys(METHOD, SPECULATORS[0], STEPS, layer, target, origin["target"])
+            tokens, name = getattr(shape, "slots", STEPS), origin["target"]
+            form = speculators_keys(self.method, SPECULATORS[0], tokens, layer, target, name)
             return head | form | {IDS: to_inputs(taps), "embed_requires_grad": False}
         architecture = {"official": OFFICIAL, "sglang": SGLANG}.get(to, VLLM[shape.layer])
         ids = to_outputs(taps) if to == "sglang" else to_inputs(taps)
