@@ -1,4 +1,5 @@
-"""The forward of block drafters, written from its description: DFlash (section 3.1) and DSpark (sections 3.1 and 3.2).
+"""The forward of block drafters, written from its description: DFlash (section 3.1), DSpark (sections 3.1 and 3.2) and
+DFlash2 (its technical blog).
 
 No cache, no engine, no module: whole sequences, one block at a time.
 """
@@ -46,6 +47,16 @@ def sees(shape: Any, layer: int, context: int, rows: int) -> Tensor:
     return see
 
 
+def convolved(own: Weights, name: str, side: int, inputs: Tensor, rows: Tensor) -> Tensor:
+    """``rows [T, H]`` by the kernels that ``inputs [T, H]`` give for a side: 0 before the sublayer, 1 behind it."""
+    base = own[f"{name}.base_kernel"]
+    taps, width = base.shape[1:]
+    dynamic = (inputs @ own[f"{name}.kernel_projection.weight"].T).view(len(rows), 2, taps, -1)
+    groups = torch.arange(width) * dynamic.shape[-1] // width
+    kernels = base[side] + dynamic[:, side][..., groups]  # [T, taps, H]
+    return torch.stack([sum(kernels[i, t] * rows[i - t] for t in range(min(taps, i + 1))) for i in range(len(rows))])
+
+
 def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, shape: Any = None) -> Tensor:
     """States ``[T, H]`` of a block's rows, for the LM head.
 
@@ -54,13 +65,17 @@ def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, s
         shape: the head's; None: all rows see everything.
     """
     eps, context, rows = config.rms_norm_eps, len(states), len(block)
+    if (own_mask := weights.get("mask_embedding")) is not None:
+        block = torch.cat([block[:1], own_mask.expand(rows - 1, -1)])
     features = rms(states @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     theta, width = config.rope_parameters["rope_theta"], config.head_dim
     positions = torch.arange(context + rows).float()
     hidden = block
     for number in range(config.num_hidden_layers):
         own = {name.removeprefix(f"layers.{number}."): w for name, w in weights.items() if f"layers.{number}." in name}
-        normed = rms(hidden, own["input_layernorm.weight"], eps)
+        around = "attention_conv.base_kernel" in own
+        inputs = normed = rms(hidden, own["input_layernorm.weight"], eps)
+        normed = convolved(own, "attention_conv", 0, inputs, normed) if around else normed
         both = torch.cat([features, normed])
         given = {"q": normed, "k": both, "v": both}
         heads = {n: (x @ own[f"self_attn.{n}_proj.weight"].T).view(len(x), -1, width) for n, x in given.items()}
@@ -74,10 +89,13 @@ def block_states(weights: Weights, config: Any, states: Tensor, block: Tensor, s
         if shape is not None:
             scores = scores.masked_fill(~sees(shape, number, context, rows), -torch.inf)
         mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(rows, -1)
-        hidden = hidden + mixed @ own["self_attn.o_proj.weight"].T
-        inner = rms(hidden, own["post_attention_layernorm.weight"], eps)
+        mixed = mixed @ own["self_attn.o_proj.weight"].T
+        hidden = hidden + (convolved(own, "attention_conv", 1, inputs, mixed) if around else mixed)
+        inputs = inner = rms(hidden, own["post_attention_layernorm.weight"], eps)
+        inner = convolved(own, "mlp_conv", 0, inputs, inner) if around else inner
         gate = torch.nn.functional.silu(inner @ own["mlp.gate_proj.weight"].T)
-        hidden = hidden + (gate * (inner @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+        mixed = (gate * (inner @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+        hidden = hidden + (convolved(own, "mlp_conv", 1, inputs, mixed) if around else mixed)
     return rms(hidden, weights["norm.weight"], eps)
 
 
@@ -98,3 +116,13 @@ def markov_bias(weights: Weights, kind: str, tokens: list[int], states: Tensor) 
         gate = head["gate_proj.weight"] @ torch.cat([state, embedding]) + head["gate_proj.bias"]
         embedding = gate.sigmoid() * embedding
     return head["markov_w2.weight"] @ embedding
+
+
+def selector_scores(weights: Weights, top_k: int, logits: Tensor, previous: int, state: Tensor) -> Tensor:
+    """DFlash2's scores ``[V]`` of a slot's tokens: -inf but for the ``top_k`` likeliest by its ``logits [V]``."""
+    head = {name.removeprefix("candidate_selector."): w for name, w in weights.items()}
+    scores = torch.full_like(logits, -torch.inf)
+    for token in logits.argsort(descending=True)[:top_k].tolist():
+        edge = head["predecessor_codebook"][previous] * (head["hidden_projection.weight"] @ state)
+        scores[token] = logits[token] + (edge * head["successor_codebook"][token]).sum()
+    return scores

@@ -231,17 +231,21 @@ class OracleBlock(BlockHead):
 
 
 def shaken(module: Any) -> Any:
-    """The head, with norms that are not 1, biases that are not 0 and a Markov head that matters."""
+    """The head, with norms that are not 1, biases that are not 0, and a Markov head, convolutions and a selector that
+    matter."""
     generator = torch.Generator().manual_seed(3)
     for name, weights in module.named_parameters():
         if weights.dim() == 1:
             weights.data += 0.2 * torch.randn(weights.shape, generator=generator)
-        elif name.startswith("markov_head"):
+        elif name.startswith(("markov_head", "candidate_selector")):
             weights.data = 0.6 * torch.randn(weights.shape, generator=generator)
+        elif "_conv." in name:
+            weights.data += (0.2 if weights.dim() == 3 else 0.02) * torch.randn(weights.shape, generator=generator)
     return module
 
 
 BLOCK: dict[str, Any] = {"block_size": 5, "mask_token_id": 2, "taps": [1, 2, 3], "layers": 2}
+SELECTOR: dict[str, Any] = {"selector_rank": 8, "selector_top_k": 6, "conv_group_size": 8}  # of DFlash2
 
 
 def block_drafter(
@@ -269,6 +273,11 @@ def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "f
 def dspark(target: TargetModel, noise: float | None, tree: str, layout: str = "anchor-first", **options: Any) -> Any:
     """A DSpark drafter; see ``block_drafter``."""
     return block_drafter("dspark", target, noise, tree, layout, **{"markov_rank": 8} | options)
+
+
+def dflash2(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:
+    """A DFlash2 drafter; see ``block_drafter``."""
+    return block_drafter("dflash2", target, noise, tree, layout, **SELECTOR | options)
 
 
 @lru_cache(maxsize=8)

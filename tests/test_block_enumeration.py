@@ -1,8 +1,8 @@
 """One block of three tokens by enumeration: all drafts, all trials and all bonus tokens of the code that decodes.
 
-``fill``, ``likeliest``, the slots of DFlash and DSpark and ``verify_sampled`` run as they are. Only their random
-numbers are replaced: a draw returns each of its outcomes in turn, and the chance of a trial is the uniform number at
-which its verdict changes, found by bisection. So the smallest bias shows.
+``fill``, ``likeliest``, the slots of DFlash, DSpark and DFlash2, and ``verify_sampled`` run as they are. Only their
+random numbers are replaced: a draw returns each of its outcomes in turn, and the chance of a trial is the uniform
+number at which its verdict changes, found by bisection. So the smallest bias shows.
 """
 
 import itertools
@@ -20,10 +20,12 @@ from torch import Tensor
 from drafters.drafting import grow, tree_plan
 from drafters.drafting.grow import Marginals, fill, likeliest
 from drafters.heads.block.dspark import MarkovHead
+from drafters.heads.dflash2.module import CandidateSelector
 from drafters.loop import acceptance
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
 from drafters.methods.block import MarkovSlots
+from drafters.methods.dflash2 import SelectorSlots
 
 DEPTH, RANK, HIDDEN = 2, 4, 6
 NEW = DEPTH + 1  # tokens that are compared
@@ -45,12 +47,16 @@ Ordered = tuple[float, list[int], list[bool]]  # a draw without replacement: its
 
 
 def slots_of(kind: str, scale: float) -> Any:
-    """Slots of random scores times ``scale``, new ones in each call; ``kind``: dflash, or a kind of Markov head."""
+    """Slots of random scores times ``scale``, new ones in each call; ``kind``: dflash, selector
+    (two candidates), or a kind of Markov head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         logits, states = torch.randn(1, DEPTH, VOCAB), torch.randn(1, DEPTH, HIDDEN)
         if kind == "dflash":
             return Marginals(scale * logits)
+        if kind == "selector":
+            selector = CandidateSelector(VOCAB, HIDDEN, RANK, 0.6)
+            return SelectorSlots(selector, scale * logits, states, torch.tensor([[1]]), 2)
         head: Any = MarkovHead(kind, VOCAB, VOCAB, RANK, HIDDEN)  # type: ignore[arg-type]
         for weights in head.parameters():
             torch.nn.init.normal_(weights)
@@ -217,11 +223,12 @@ def bias(found: Tensor, sampling: Sampling) -> float:
     ("tree", "warp"),
     [*itertools.product(["chain", "auto", "tree"], range(len(WARPS))), ("wide", 2), ("wide", 3)],
 )
-@pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn", "selector"])
 def test_the_output_is_the_targets(kind: str, tree: str, warp: int) -> None:
-    """Catches a q before the Markov head or of another temperature, a Markov head that follows another node, siblings
-    whose q is not without the earlier ones, accepted nodes outside of q's support: any bias, also one that no sample
-    shows."""
+    """Catches a q before the Markov head or of another temperature, a Markov head that follows another node, a q of
+    all tokens where a selector drew from two, siblings whose q is not without the earlier ones, accepted nodes outside
+    of q's support: any bias, also one that no sample shows.
+    """
     assert bias(committed(kind, tree, *WARPS[warp]), WARPS[warp][0]) < 1e-5
 
 

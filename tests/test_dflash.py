@@ -1,4 +1,4 @@
-"""DFlash and DSpark: the head equals a forward written from its description, and decoding drafts as it does."""
+"""DFlash, DSpark and DFlash2: a head equals the forward of its description, and decoding drafts as it does."""
 
 import itertools
 from typing import Any
@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from block_reference import block_states, markov_bias
+from block_reference import block_states, markov_bias, selector_scores
 from by_keys import new_head
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
-from rigged import BLOCK, Cycling, block_costs, block_drafter, dflash, dspark
+from rigged import BLOCK, SELECTOR, Cycling, block_costs, block_drafter, dflash, dspark
 from test_eagle import path_of
 from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
@@ -20,6 +20,7 @@ from drafters.drafting.grow import Marginals, fill, likeliest
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.model.runner import StockLayer
 from drafters.policy import shaper as shaper_file
 from drafters.policy.truncation import Truncation
@@ -40,13 +41,17 @@ CASES: dict[str, Case] = {
         "dspark", {"layout": "anchor-first", "markov_head": "gated", "draft_vocab_size": 60}
     ),
     "dspark-rnn-fill-in": ("dspark", {"layout": "fill-in", "markov_head": "rnn"}),
+    "dflash-mask-embedding": ("dflash", {"mask_embedding": True}),
+    "dflash2": ("dflash2", {}),
+    "dflash2-windows": ("dflash2", {"sliding_window": 5, "mask_embedding": True}),
+    "dflash2-llama": ("dflash2", {"layer": "llama", "layout": "anchor-first", "conv_kernel_size": 3, "layers": 1}),
 }  # fmt: skip
 
 
 def made(target: TargetModel, case: Case, tree: str, **more: Any) -> Any:
     """A drafter with a random head."""
     name, options = case
-    options = ({"markov_rank": 8} if name == "dspark" else {}) | options | more
+    options = {"dflash": {}, "dspark": {"markov_rank": 8}, "dflash2": SELECTOR}[name] | options | more
     return block_drafter(name, target, None, tree, **options)
 
 
@@ -129,6 +134,9 @@ class Described:
         scores = self.own @ rows[len(path)]
         if isinstance(drafter, DSparkDrafter):
             scores = scores + markov_bias(self.weights, given.markov_head, [known[-1], *path], rows)
+        if isinstance(drafter, DFlash2Drafter):
+            previous, state = [known[-1], *path][-1], rows[len(path)]
+            scores = selector_scores(self.weights, given.selector_top_k, scores, previous, state)
         whole = torch.full((VOCAB_SIZE,), -torch.inf)
         whole[self.ids] = scores
         return whole
@@ -256,7 +264,7 @@ def test_the_estimate_reads_earlier_tokens_only(layout: str, confidence: bool) -
     assert set(counts) == set(range(drafter.shaper.depth))
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_rows_that_join_draft_as_alone(name: str) -> None:
     """Catches a joined row that keeps the context or the pending features of the row before it."""
     target = target_of("llama")
@@ -335,7 +343,7 @@ class Bigrams:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("case", ["dflash", "dspark-gated-small-vocabulary"])
+@pytest.mark.parametrize("case", ["dflash", "dspark-gated-small-vocabulary", "dflash2-windows"])
 def test_a_checkpoint_drafts_the_same(case: str, tmp_path: Any) -> None:
     """Catches options of the head, or the list of its draft tokens, that are not saved."""
     target = target_of("llama")

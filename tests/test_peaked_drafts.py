@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distribution import LIMIT, deviation, toy
-from rigged import Cycling, auto_eagle, dflash, dspark, eagle, eagle3, medusa
+from rigged import Cycling, auto_eagle, dflash, dflash2, dspark, eagle, eagle3, medusa
 from test_hybrid import by_match
 
 from drafters import Drafter, TargetModel
@@ -25,6 +25,7 @@ from drafters.model.draft_head import DraftHead
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0], [0, 0, 1]]
 TOY: dict[str, Any] = {"taps": [1, 2]}
+FEW: dict[str, Any] = {"selector_top_k": 3, "conv_group_size": 4}  # of DFlash2
 CUT: list[dict[str, Any]] = [{"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.3, "top_k": 2}]
 
 
@@ -55,6 +56,7 @@ MAKERS: dict[str, Callable[[TargetModel], Any]] = {
     "hybrid, one tree": lambda t: by_match(
         t, eagle(t, None, "static", paths=PATHS), PromptLookupDrafter.from_options(t, gamma=3), match=1, one_tree=True
     ),
+    "dflash2 auto": lambda t: cycling(dflash2(t, None, "auto", **TOY, **FEW)),
 }
 
 

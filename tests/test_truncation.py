@@ -17,7 +17,7 @@ from conformance import prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from enumeration import VOCAB, Q, after, bias
 from enumeration import P as P_TABLE
-from rigged import BLOCK, Cycling, block_costs, dflash, dspark
+from rigged import BLOCK, Cycling, block_costs, dflash, dflash2, dspark
 from torch import Tensor
 
 from drafters import TargetModel, generate
@@ -33,6 +33,7 @@ HOT = Sampling(1.0)
 P = [0.7, 0.3]
 DEPTH = 2
 TOY: dict[str, Any] = {"taps": [1, 2]}
+FEW: dict[str, Any] = {"selector_top_k": 3, "conv_group_size": 4}  # of DFlash2
 # After token 0 the confidence head says 0.55, after token 1 it says 0.1. A first draft token costs 0.65 plain steps, a
 # second one nothing: one token alone is not profitable, and two are where the first is token 0.
 CONFIDENCE, COSTS = [0.55, 0.1], Costs(0.0, Curve((1, 2, 3), (1.0, 1.65, 1.65)))
@@ -175,6 +176,9 @@ MAKERS: dict[str, Callable[[TargetModel], Any]] = {
     "dspark chain": lambda t: dspark(t, None, "chain", markov_head="rnn", **TOY),
     "dspark tree": lambda t: dspark(t, None, "tree", nodes=9, top_k=3, **TOY),
     "dspark auto": lambda t: cycling(dspark(t, None, "auto", markov_head="gated", **TOY)),
+    "dflash2 chain": lambda t: dflash2(t, None, "chain", **TOY, **FEW),
+    "dflash2 tree": lambda t: dflash2(t, None, "tree", nodes=9, top_k=3, **TOY, **FEW),
+    "dflash2 truncated": lambda t: block_costs(dflash2(t, None, "chain", truncate=True, **TOY, **FEW), 0.12),
     "dspark truncated": lambda t: block_costs(dspark(t, None, "chain", truncate=True, **TOY), 0.12),
     "dflash truncated": lambda t: block_costs(dflash(t, None, "chain", truncate=True, **TOY), 0.12),
 }

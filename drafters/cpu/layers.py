@@ -83,7 +83,7 @@ class CpuLayer:
 
 def cpu_layer(layer: Any) -> CpuLayer | None:
     """Return the layer for the kernels; None if one of its parts has another form or dtype, or is a stock layer."""
-    if getattr(layer, "products", None) is None or layer.feature_norm is not None:
+    if getattr(layer, "products", None) is None or layer.feature_norm is not None or layer.convs is not None:
         return None
     attention, mlp = layer.attention, layer.mlp
     norms = [layer.attention_norm] if mlp is None else [layer.attention_norm, layer.mlp_norm]

@@ -13,6 +13,7 @@ class TargetSizes(Protocol):
     """The part of a target's configuration that shapes are checked against."""
 
     num_hidden_layers: int
+    hidden_size: int
     vocab_size: int
 
 

@@ -32,6 +32,7 @@ METHODS = {
     "bild": Method("papers.bild:BiLDDrafter"),
     "cascade": Method("papers.cascade:CascadeDrafter"),
     "dflash": Method("block:DFlashDrafter", "block.shape:BlockShape"),
+    "dflash2": Method("dflash2:DFlash2Drafter", "dflash2.shape:DFlash2Shape"),
     "dspark": Method("block:DSparkDrafter", "block.shape:DSparkShape"),
     "eagle": Method("eagle:EagleDrafter", "eagle.shape:EagleShape"),
     "eagle3": Method("eagle:Eagle3Drafter", "eagle3.shape:Eagle3Shape"),

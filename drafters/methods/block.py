@@ -71,7 +71,13 @@ class BlockHead(StateHead):
         super().__init__(target, module, module.shape.layers, module.config, module.shape.reach)
         shape, runner, head = module.shape, target.runner, self.module
         self.lm_heads = [own_head(target, module, options.draft_dtype)]
-        self.block = runner.part(head.layers, target.embed, runner.norm(head.norm), rope_of(head.config), head.scopes)
+        self.block = runner.part(
+            head.layers,
+            lambda tokens: head.embedded(target.embed(tokens)),
+            runner.norm(head.norm),
+            rope_of(head.config),
+            head.scopes,
+        )
         fc, norm = runner.linear(head.fc), runner.norm(head.hidden_norm)
         layers = [PartLayer(ContextLayer(layer.self_attn, runner.linear), n) for n, layer in enumerate(head.layers)]
         self.context = Part(layers, lambda states: norm(fc(states)), rope=self.block.rope)
@@ -81,6 +87,11 @@ class BlockHead(StateHead):
         masks = [shape.mask_token_id] * (shape.rows - 1)
         self._masks = torch.tensor([masks], dtype=torch.long, device=target.device)
         self._depth = options.depth or shape.slots
+
+    @property
+    def choices(self) -> int:
+        """Tokens that a slot can draft."""
+        return self.lm_head.width
 
     def read(self, features: Tensor, counts: list[int], state: DecodeState) -> None:
         """Put the first ``counts`` of the target's states ``[B, R, taps * H]`` into the cache."""
@@ -163,7 +174,7 @@ def shaped(options: BlockOptions, head: BlockHead) -> tuple[Shaper, int]:
         ValueError: ``depth`` exceeds the block, or there is not one confidence temperature for each position.
     """
     shape: BlockShape = head.module.shape
-    depth, top_k = options.depth or shape.slots, min(options.top_k, head.lm_head.width)
+    depth, top_k = options.depth or shape.slots, min(options.top_k, head.choices)
     if depth > shape.slots:
         raise ValueError(
             f"depth is {depth}, and a block of {shape.rows} rows with layout {shape.layout} predicts "

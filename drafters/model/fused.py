@@ -168,7 +168,9 @@ class FusedLayer:
 
     EAGLE-3's first layer takes ``[B, R, 2 H]``, an embedding e beside h: ``h + attention(norm(e), feature_norm(h))``.
 
-    ``products``: its linear layers, a mixture's experts apart.
+    DFlash2's layers have convolutions around attention and MLP, over the new tokens: one block of each sequence.
+
+    ``products``: its linear layers, a mixture's experts and convolutions apart.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -180,6 +182,7 @@ class FusedLayer:
         self.mlp: FusedMLP | None = None
         if hasattr(layer, "mlp"):
             self.mlp_norm, self.mlp = FusedNorm(layer.post_attention_layernorm), FusedMLP(layer.mlp)
+        self.convs = (layer.attention_conv, layer.mlp_conv) if hasattr(layer, "attention_conv") else None
         self.products = [self.attention.heads, self.attention.out]
         if self.mlp is not None and self.mlp.experts is None:
             self.products += [self.mlp.gate_up, self.mlp.down]
@@ -195,6 +198,11 @@ class FusedLayer:
             features = self.feature_norm(hidden)
             normed = torch.cat([self.attention_norm(embedding), features], dim=-1)
             hidden = features if self.normed_residual else hidden
+        if self.convs is not None:
+            assert self.mlp is not None
+            around_attention, around_mlp = self.convs
+            hidden = hidden + around_attention(normed, lambda rows: self.attention(rows, angles, bias, cache, index))
+            return hidden + around_mlp(self.mlp_norm(hidden), self.mlp)
         hidden = hidden + self.attention(normed, angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 

@@ -25,7 +25,7 @@ States = tuple[Tensor, Tensor]  # keys and values, [B, key heads, T, D] each
 class BlockBackbone(nn.Module):
     """``fc``, decoder layers of Llama or Qwen3, and a final norm; parameter names are those that engines load.
 
-    The embedding is the target's, and so is the LM head without ``draft_vocab_size``.
+    The embedding is the target's, except for ``mask_embedding``, and so is the LM head without ``draft_vocab_size``.
 
     Raises:
         ValueError: the target has no such states, or fewer tokens.
@@ -59,6 +59,8 @@ class BlockBackbone(nn.Module):
         for weights in self.parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
+        # Until training or a checkpoint sets it: zeros.
+        self.mask_embedding = nn.Parameter(torch.zeros(wide)) if shape.mask_embedding else None
 
     @property
     def scopes(self) -> list[Scope]:
@@ -76,7 +78,7 @@ class BlockBackbone(nn.Module):
 
         Args:
             features: ``[B, C, taps * H]``, the target's states of C context tokens.
-            embeddings: ``[B, T, H]``, of the tokens of all blocks: the anchor and mask tokens of each.
+            embeddings: ``[B, T, H]``, the target's of the tokens of all blocks: the anchor and mask tokens of each.
             position_ids: ``[B, C + T]``, of the context, then of the blocks. A block's first row has the position of
                 its anchor.
             attention_mask: bool ``[B or 1, 1, T, C + T]``, which keys each row attends to: the context before its
@@ -89,7 +91,7 @@ class BlockBackbone(nn.Module):
             attention_mask = embeddings.new_ones(1, 1, rows, context + rows, dtype=torch.bool)
         cos, sin = self.rotary_emb(embeddings, position_ids)
         before = _Context(self.context_states(features, (cos[:, :context], sin[:, :context])))
-        hidden, angles = embeddings, (cos[:, context:], sin[:, context:])
+        hidden, angles = self.embedded(embeddings), (cos[:, context:], sin[:, context:])
         masks = {scope: self._mask(attention_mask, scope, position_ids, context) for scope in {*self.scopes}}
         for layer, scope in zip(self.layers, self.scopes, strict=True):
             hidden = layer(
@@ -109,6 +111,13 @@ class BlockBackbone(nn.Module):
         blocks = position_ids[:, context:].unflatten(1, (-1, self.shape.rows))
         seen = [scope.of(each, position_ids).expand(-1, each.shape[1], -1) for each in blocks.unbind(1)]
         return mask & torch.cat(seen, dim=1)[:, None]
+
+    def embedded(self, embeddings: Tensor) -> Tensor:
+        """The target's embeddings of whole blocks' tokens ``[B, T, H]`` -> what the first layer reads of them."""
+        if self.mask_embedding is None:
+            return embeddings
+        masked = torch.arange(embeddings.shape[1], device=embeddings.device) % self.shape.rows > 0
+        return torch.where(masked[:, None], self.mask_embedding, embeddings)
 
     def context_features(self, states: Tensor) -> Tensor:
         """Make features ``[..., H]`` of the target's states ``[..., taps * H]``."""

@@ -67,6 +67,9 @@ class BlockShape(HeadShape):
         default="slot",
         description="the window ends before each row's own position, or (anchor, speculators) at one place for a block",
     )
+    mask_embedding: bool = Field(
+        default=False, description="it has an embedding of its own for the mask token; false: the target's"
+    )
     draft_vocab_size: Vocabulary | None = Field(
         default=None, ge=1, description="tokens of its own LM head; null: the target's"
     )

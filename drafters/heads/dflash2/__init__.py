@@ -1,0 +1,1 @@
+"""DFlash2 heads: DFlash with convolutions inside a block and a selector of candidates."""

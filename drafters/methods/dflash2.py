@@ -1,0 +1,84 @@
+"""DFlash2 (z-lab, August 2026, inco.ai/blog/dflash2): DFlash whose slots choose among a few candidates, left to right.
+
+One pass over the block gives the ``selector_top_k`` likeliest tokens of every slot. The selector scores these by the
+token before the slot, from the anchor on, and the backbone still runs once. Drafts are drawn from the softmax of these
+scores, which is the exact q: other tokens have probability 0. A tree scores each path on its own.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drafters.config import Config
+from drafters.drafting.grow import Slots, top_logit
+from drafters.heads.dflash2.module import CandidateSelector, DFlash2Head
+from drafters.heads.dflash2.shape import DFlash2Shape
+from drafters.learned import LearnedDrafter
+from drafters.loop.state import DecodeState
+from drafters.methods.block import BlockHead, BlockOptions, DFlashDrafter, shaped
+from drafters.model.runner import model_time
+from drafters.model.target import TargetModel
+
+
+class SelectorBlock(BlockHead):
+    """A DFlash2 head in the loop."""
+
+    @property
+    def choices(self) -> int:
+        return int(self.module.shape.selector_top_k)
+
+    def scored(self, states: Tensor, state: DecodeState) -> Slots:
+        return SelectorSlots(self.module.candidate_selector, self.lm_head(states), states, state.roots, self.choices)
+
+
+class SelectorSlots(Slots):
+    """Slots whose candidates the selector scores by the token before.
+
+    Args:
+        logits: ``[B, D, V]`` of the LM head. states: ``[B, D, H]`` of the slots.
+        anchors: ``[B, 1]``, the last committed tokens. count: candidates of a slot.
+    """
+
+    def __init__(
+        self, selector: CandidateSelector, logits: Tensor, states: Tensor, anchors: Tensor, count: int
+    ) -> None:
+        self._selector, self._states, self._previous = selector, states, anchors
+        self._unary, self._candidates = logits.topk(count, dim=-1)  # [B, D, k]
+        self._width = logits.shape[-1]
+        self._scored: list[Tensor] = []
+
+    def logits(self, depth: int) -> Tensor:
+        """Scores ``[B, n, V]`` of the children of n nodes, -inf for tokens that are no candidates of the slot."""
+        slot = slice(depth, depth + 1)
+        candidates = self._candidates[:, slot]
+        with model_time():
+            scores = self._selector(self._unary[:, slot], candidates, self._states[:, slot], self._previous)
+        every = scores.new_full((*scores.shape[:2], self._width), -torch.inf)
+        self._scored.append(every.scatter_(-1, candidates.expand_as(scores), scores))
+        return every
+
+    def follow(self, tokens: Tensor, parents: Tensor) -> None:
+        self._previous = tokens
+
+    def certainty(self) -> Tensor:
+        return top_logit(torch.cat(self._scored, dim=1))
+
+
+class DFlash2Drafter(LearnedDrafter):
+    """Drafts as DFlash does, each token chosen among its slot's candidates given the one before it; raises as
+    ``DFlashDrafter``."""
+
+    name = "dflash2"
+    shape: ClassVar[type[DFlash2Shape]] = DFlash2Shape
+    module_class = DFlash2Head
+    options: ClassVar[type[Config]] = BlockOptions
+    card_title = "DFlash2 head ([DFlash2](https://inco.ai/blog/dflash2))"
+    max_batch = None
+    follows = True
+    unread = DFlashDrafter.unread
+
+    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
+        super().__init__(target, module, options)
+        head = SelectorBlock(target, self.module, options)  # type: ignore[arg-type]
+        self.hold(head, *shaped(options, head))
