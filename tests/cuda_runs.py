@@ -11,7 +11,7 @@ from unittest import mock
 
 import tiny
 from conformance import NO_EOS, prompt, rows_of
-from rigged import dflash, dspark, eagle, eagle3, kangaroo, medusa, perturbed, quiet_depths
+from rigged import dflash, dflash2, dspark, eagle, eagle3, kangaroo, medusa, perturbed, quiet_depths
 from simulated_cuda import SimulatedCuda
 
 from drafters import Drafter, TargetModel, generate, make_drafter
@@ -91,6 +91,7 @@ METHODS: dict[str, Callable[[TargetModel, Models], Drafter]] = {
     "medusa": lambda target, _: medusa(target, 0.4, "static", nodes=12),
     "dflash chain": lambda target, _: dflash(target, 0.4, "chain"),
     "dflash tree": lambda target, _: dflash(target, 0.4, "tree", nodes=12, top_k=4),
+    "dflash2 tree": lambda target, _: dflash2(target, 0.4, "tree", nodes=12, top_k=4),
     "dspark chain": lambda target, _: dspark(target, 0.2, "chain"),
     "dspark tree": lambda target, _: dspark(target, 0.2, "tree", nodes=12, top_k=4, markov_head="rnn"),
     "kangaroo": lambda target, _: kangaroo(target, True, eta=0.05),

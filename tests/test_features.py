@@ -134,7 +134,7 @@ def test_long_dialogues_are_cut_and_counted(tmp_path, target_folder):
     [
         ("exit_layers=[4]", r"exit_layers \[4\]: .* has 4 layers; choose from 1 to 3"),
         ("exit_layers=[2,2]", "each layer at most once"),
-        ("for=[eagle2]", r"for\.?.*: unknown method eagle2; known: dflash, dspark, eagle, eagle3"),
+        ("for=[eagle2]", r"for\.?.*: unknown method eagle2; known: dflash, dflash2, dspark, eagle, eagle3"),
         ("for=[eagle, dflash]", r"dflash: the target has 4 layers, and 5 different taps need at least 6"),
         ("fro=[eagle3]", "unknown key 'fro'; did you mean 'for'"),
         ("max_length=512", r"max_length is 512, .* made for 256 tokens; set max_length=256"),
