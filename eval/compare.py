@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         reports.read(parsed.a)
     check_folder(out)
 
-    from eval.report.compare import compare_and_write
+    from eval.report.changes import compare_and_write
     from eval.report.tables import make_console
     from eval.report.trainings import write_trainings
 

@@ -43,7 +43,7 @@ from eval.entries import (
     paths_of,
     set_key,
 )
-from eval.prompts.config import PromptsConfig, check_prompt_files
+from eval.prompts.choice import PromptsConfig, check_prompt_files
 from eval.prompts.suites import suite_name
 
 BASELINE = "autoregressive"

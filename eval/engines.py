@@ -20,8 +20,8 @@ def main(arguments: list[str] | None = None) -> None:
     config = load_with_suite(EnginesConfig, parsed)
     config.check_paths()
 
-    from eval.measure.engines import Engines
-    from eval.report.speed import measure_and_report
+    from eval.measure.other_engines import Engines
+    from eval.report.measured import measure_and_report
     from eval.report.tables import make_console
 
     console = make_console()

@@ -22,7 +22,7 @@ from typing import Any
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_folder, replace_json, replace_text
-from eval.report.gpu import Ending, Goal, Section, page, read_ending
+from eval.report.goals import Ending, Goal, Section, page, read_ending
 from eval.report.tables import tail
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -206,7 +206,7 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
 def gpu_folder() -> str:
     """Return a folder's name for this machine, from another process, so that no GPU memory stays allocated here."""
     question = (
-        "import torch; from eval.rooflines.page import machine_folder as f; print(f(), torch.cuda.device_count())"
+        "import torch; from eval.rooflines.shape_page import machine_folder as f; print(f(), torch.cuda.device_count())"
     )
     answer = subprocess.run([PYTHON, "-c", question], cwd=ROOT, capture_output=True, text=True, check=False)
     if answer.returncode:

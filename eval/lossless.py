@@ -21,7 +21,7 @@ from drafters.config import from_overrides, load_config
 from drafters.methods import method_names
 from eval.configs import LosslessConfig
 from eval.entries import check_entries
-from eval.prompts.config import check_prompt_files
+from eval.prompts.choice import check_prompt_files
 
 
 def drafter_entry(drafter: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_folder(config.out)
 
     from eval.figures.certificate import LOSSLESS, certificate
-    from eval.report.lossless import markdown, verdict_line
+    from eval.report.certificate_page import markdown, verdict_line
     from eval.report.tables import make_console, say, write_page
 
     console = make_console()

@@ -20,7 +20,7 @@ from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import from_overrides
 from eval.configs import ParityConfig
-from eval.prompts.config import check_prompt_files
+from eval.prompts.choice import check_prompt_files
 
 KEYS = {"checkpoint": "checkpoint", "target": "target.path", "engine": "engine", "prompts": "prompts.file"}
 
@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         check_prompt_files(config.prompts)
     check_folder(config.out)
 
-    from eval.figures.parity import PASS, parity
-    from eval.report.parity import figures_table, markdown, verdict_lines
+    from eval.figures.diagnosis import PASS, parity
+    from eval.report.diagnosis_page import figures_table, markdown, verdict_lines
     from eval.report.tables import make_console, say, write_page
 
     console = make_console()

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_folder(config.out)
 
     from eval.report.tables import make_console
-    from eval.rooflines.page import measure_and_write
+    from eval.rooflines.shape_page import measure_and_write
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         measure_and_write(parsed.shape, config, parsed.command, make_console())

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_shared_map(rank, config.target.device_map, "target.device_map")
     config.check_paths()
 
-    from eval.report.speed import measure_and_report
+    from eval.report.measured import measure_and_report
     from eval.report.tables import make_console
 
     with keeping(lambda: f"nothing was measured since this start, earlier runs are kept; to resume: {command()}"):

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = load_config(SweepConfig, parsed.config, parsed.overrides)
     config.check_paths()
 
-    from eval.report.sweep import sweep
+    from eval.report.series import sweep
     from eval.report.tables import make_console
 
     with keeping(lambda: f"the values measured are kept in {config.out}; to resume: {command()}"):

@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     for config in configs.values():
         config.check_paths()
 
+    from eval.report.search import tune_all
     from eval.report.tables import make_console
-    from eval.report.tune import tune_all
 
     where = common_folder(configs)
     with keeping(lambda: f"the knobs searched are kept in {where}; to resume: {command()}"):

@@ -22,7 +22,7 @@ from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.common.machine import machine
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs
-from eval.prompts.files import detect_format, read_prompts
+from eval.prompts.prompt_files import detect_format, read_prompts
 from eval.prompts.prompts import render
 
 TARGET, TEXTS, NEW, SEEDS = Path("checkpoints/stdlib-target"), Path("runs/stdlib"), 128, 3

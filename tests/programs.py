@@ -11,8 +11,8 @@ from drafters.cli.program import Failure
 
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than most reports of tests."""
-    monkeypatch.setattr("eval.report.speed.speedups", lambda report: None)
-    monkeypatch.setattr("eval.report.speed.save", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr("eval.report.measured.speedups", lambda report: None)
+    monkeypatch.setattr("eval.report.measured.save", lambda figure, path: path.write_bytes(b""))
     monkeypatch.setattr("eval.report.charts.speedups", lambda report: None)
     monkeypatch.setattr("eval.report.html.picture", lambda name, figure: "")
 

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from drafters import Drafter, TargetModel, load_drafter, make_drafter
 from drafters.common.machine import machine
 from drafters.loop import acceptance
-from eval.prompts.files import detect_format, read_prompts
+from eval.prompts.prompt_files import detect_format, read_prompts
 from eval.prompts.prompts import render
 
 PENALTY, NEW, SHIPPED = 1.2, 64, "checkpoints/stdlib-target"

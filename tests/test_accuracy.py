@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from eval.figures.accuracy import accuracy, last_number, same_number
-from eval.prompts.files import Record
+from eval.prompts.prompt_files import Record
 from eval.prompts.prompts import Prompt
 
 

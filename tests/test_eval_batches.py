@@ -20,9 +20,9 @@ import eval.sweep
 import eval.tune
 from drafters.base import Expected
 from drafters.loop.generate import Step, Trace
-from eval.measure.journal import journal_line, run_from_line
-from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
-from eval.prompts.config import PromptsConfig
+from eval.measure.run_journal import journal_line, run_from_line
+from eval.measure.runs import Limits, MeasurementError, Method, Outcome, measure
+from eval.prompts.choice import PromptsConfig
 from eval.prompts.prompts import PromptSet, in_whole_batches
 from eval.report.remarks import _about_row
 

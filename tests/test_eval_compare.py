@@ -14,10 +14,10 @@ from programs import status
 from drafters.loop.generate import Step, Trace
 from eval import compare
 from eval.figures import paired
-from eval.measure.journal import RUN_FIELDS, run_from_line
-from eval.measure.runner import Outcome, Run
+from eval.measure.run_journal import RUN_FIELDS, run_from_line
+from eval.measure.runs import Outcome, Run
 from eval.report.by_prompt import as_csv, by_prompt
-from eval.report.compare import compare as compare_tables
+from eval.report.changes import compare as compare_tables
 from eval.report.pairs import COLUMNS, Read, from_csv
 
 NAMES = ["a", "b"]

@@ -13,7 +13,7 @@ from programs import status
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 
 import eval.engines
-from eval.measure.journal import run_from_line
+from eval.measure.run_journal import run_from_line
 
 FAKE = {"python": sys.executable, "module": "tests.fake_engine"}
 ENDS = {

@@ -17,8 +17,8 @@ import eval.engine_workers
 import eval.engines
 from drafters.heads.eagle.module import EagleHead
 from drafters.hub.checkpoint import make_config, save_checkpoint
-from eval.measure.runner import Limits
-from eval.measure.worker import Worker, WorkerError, question, steps_of, worker_method
+from eval.measure.engine_worker import Worker, WorkerError, question, steps_of, worker_method
+from eval.measure.runs import Limits
 from eval.report.sections import differences
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ import train.tools.throughput
 from data_prep.configs import FeaturesConfig
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
-from eval.report.gpu import Ending, Section, judge, read_ending
-from eval.report.gpu import page as page_of
+from eval.report.goals import Ending, Section, judge, read_ending
+from eval.report.goals import page as page_of
 from train.configs import schema_of
 from train.preflight.command import parse_arguments
 
@@ -51,8 +51,8 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     nothing would be measured."""
     ran: list[str] = []
     steps = {
-        "eval.roofline": "eval.rooflines.page.measure_and_write",
-        "eval.speed": "eval.report.speed.measure_and_report",
+        "eval.roofline": "eval.rooflines.shape_page.measure_and_write",
+        "eval.speed": "eval.report.measured.measure_and_report",
         "train.tools.throughput": "train.bench.report.measure",
     }
     for name, step in steps.items():

@@ -8,10 +8,10 @@ from test_eval_metrics import placed
 
 from data_prep.dialogues.encoding import load_tokenizer
 from drafters.loop.generate import Step, Trace
-from eval.measure.runner import Outcome, Run
+from eval.measure.runs import Outcome, Run
 from eval.prompts.prompts import Prompt
+from eval.report.build import build
 from eval.report.html import html
-from eval.report.rows import build
 from eval.report.texts import make_texts, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"

@@ -11,7 +11,7 @@ from drafters.heads.eagle.module import EagleHead
 from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
 from eval.measure.lineup import draft_vocabulary, trained_with
-from eval.measure.runner import Outcome
+from eval.measure.runs import Outcome
 from eval.prompts.prompts import Prompt
 from eval.report.judged import add_coverage
 

@@ -24,11 +24,11 @@ from eval.figures.metrics import (
     typical_run,
 )
 from eval.figures.scores import Scores
-from eval.measure.journal import journal_line, run_from_line
-from eval.measure.runner import Limits, MeasurementError, Method, Outcome, Run, measure
+from eval.measure.run_journal import journal_line, run_from_line
+from eval.measure.runs import Limits, MeasurementError, Method, Outcome, Run, measure
 from eval.prompts.prompts import Prompt
+from eval.report.build import make_rows
 from eval.report.judged import judge
-from eval.report.rows import make_rows
 from eval.report.tables import tail
 
 PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.prompts.config import PromptsConfig
+from eval.prompts.choice import PromptsConfig
 from eval.prompts.prompts import Prompt, PromptSet, in_turns, load_prompts
 
 TEMPLATE = (

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 import eval.speed
 from drafters.methods.papers.ouroboros import OuroborosDrafter
 from drafters.methods.speculative import SpeculativeDrafter
-from eval.measure import identity, journal
-from eval.measure.runner import Run
+from eval.measure import identity
+from eval.measure import run_journal as journal
+from eval.measure.runs import Run
 from eval.prompts.prompts import Prompt
 
 METHODS = ["autoregressive", "draft model", "Ouroboros", "stock generate"]

@@ -195,7 +195,9 @@ def test_energy_is_reported_or_its_absence_explained(
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "energy: a counter of our own" in page
-    monkeypatch.setattr("eval.measure.speed.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none"))
+    monkeypatch.setattr(
+        "eval.measure.session.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none")
+    )
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()

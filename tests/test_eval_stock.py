@@ -8,8 +8,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from drafters import TargetModel
 from drafters.loop.call import eos_ids
-from eval.measure.runner import Limits
-from eval.measure.stock import StockEntry, stock_method
+from eval.measure.runs import Limits
+from eval.measure.stock_generate import StockEntry, stock_method
 
 IDS = list(range(3, 20))
 

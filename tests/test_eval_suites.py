@@ -20,7 +20,7 @@ from drafters.methods import method_names
 from eval.configs import SpeedConfig
 from eval.measure.lineup import check_options
 from eval.measure.turns import with_later_turns
-from eval.prompts.config import PromptsConfig
+from eval.prompts.choice import PromptsConfig
 from eval.prompts.prompts import Prompt, PromptSet, load_prompts
 from eval.prompts.suites import filled, load_suite, read_suite, suite_names
 

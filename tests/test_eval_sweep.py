@@ -11,10 +11,10 @@ from programs import status
 from test_eval_prompts import questions, write, write_target
 from transformers import PreTrainedModel
 
-import eval.report.speed
+import eval.report.measured
 import eval.sweep
 from drafters import TargetModel
-from eval.measure.runner import MeasurementError
+from eval.measure.runs import MeasurementError
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
 ) -> None:
     """Catches hours measured twice after a stop, and an old report passed off as one of another config or commit."""
     measured: list[str] = []
-    plain = eval.report.speed.measure_and_report
+    plain = eval.report.measured.measure_and_report
 
     def counted(one: Any, *arguments: Any) -> dict[str, Any]:
         measured.append(one.out.name)
@@ -89,7 +89,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
             raise MeasurementError("out of memory")
         return plain(one, *arguments)
 
-    monkeypatch.setattr("eval.report.sweep.measure_and_report", counted)
+    monkeypatch.setattr("eval.report.series.measure_and_report", counted)
     fail = True
     assert run(config, tmp_path) == 1
     fail = False

@@ -15,7 +15,7 @@ import eval.tune
 from drafters.config import validate
 from eval.configs import SpeedConfig, TuneConfig
 from eval.measure.models import load_models
-from eval.report.speed import measure_and_report
+from eval.report.measured import measure_and_report
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, figures: Callable[[dict[str, Any]],
         asked.append(one.drafters[0].grid)
         return {"rows": rows}
 
-    monkeypatch.setattr("eval.report.tune.finished_report", measured)
-    monkeypatch.setattr("eval.report.tune.setting", lambda report: [])
+    monkeypatch.setattr("eval.report.search.finished_report", measured)
+    monkeypatch.setattr("eval.report.search.setting", lambda report: [])
     return asked
 
 
@@ -97,7 +97,7 @@ def test_a_folder_of_searches(
     them only, and two searches that overwrite each other."""
     loads: list[Any] = []
     loading = lambda chosen: (loads.append(chosen), load_models(chosen))[1]  # noqa: E731
-    monkeypatch.setattr("eval.report.tune.load_models", loading)
+    monkeypatch.setattr("eval.report.search.load_models", loading)
     asked = pretend(monkeypatch, lambda o: (o["gamma"] if "k" in o else -o["gamma"], 5.0))
     folder = tmp_path / "configs"
     (folder / "sampled").mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
     (tmp_path / "out" / "2-window" / "report.json").unlink()
     seen: list[str] = []
     measuring = lambda one, *rest: (seen.append(one.out.name), measure_and_report(one, *rest))[1]  # noqa: E731
-    monkeypatch.setattr("eval.report.tune.measure_and_report", measuring)
+    monkeypatch.setattr("eval.report.search.measure_and_report", measuring)
     assert run(config, tmp_path) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert seen == ["2-window"] and again["stages"][0] == first["stages"][0]

@@ -9,18 +9,18 @@ import pytest
 from drafters.base import Expected
 from eval.figures import losslessness, paired
 from eval.figures.goodness_of_fit import Fit
-from eval.measure.runner import expected_of
-from eval.report import lossless as lossless_page
-from eval.report.compare import compare
-from eval.report.compare import page as compare_page
+from eval.measure.runs import expected_of
+from eval.report import certificate_page as lossless_page
+from eval.report.build import best_throughput
+from eval.report.changes import compare
+from eval.report.changes import page as compare_page
 from eval.report.page import setting
 from eval.report.pairs import COLUMNS
 from eval.report.remarks import statements, warnings
-from eval.report.rows import best_throughput
 from eval.report.sections import _by_context, _categories, _two_engines, columns_of
-from eval.report.sweep import _tables
-from eval.rooflines.page import markdown as roofline_page
-from eval.rooflines.page import median_of
+from eval.report.series import _tables
+from eval.rooflines.shape_page import markdown as roofline_page
+from eval.rooflines.shape_page import median_of
 
 WHO: dict[str, Any] = {"drafter": "D", "temperature": 0.5, "batch": 4, "lossless": False, "stock": False, "grid": None}
 FIGURES: dict[str, Any] = WHO | {

@@ -29,7 +29,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import Eagle3Drafter
 from eval.configs import ParityConfig
-from eval.figures.parity import FAULT, PASS, compared, decoded, ranked
+from eval.figures.diagnosis import FAULT, PASS, compared, decoded, ranked
 from eval.figures.readings import (
     AS_LOADED,
     SHORTER,
@@ -46,8 +46,8 @@ from eval.figures.readings import (
 )
 from eval.measure.block_mistakes import BLOCK_MISTAKES
 from eval.measure.mistakes import MISTAKES, RETRAIN, remade
-from eval.measure.runner import Outcome
-from eval.report.parity import figures_table, markdown, verdict_lines
+from eval.measure.runs import Outcome
+from eval.report.diagnosis_page import figures_table, markdown, verdict_lines
 
 ROOT = Path(__file__).parents[1]
 BY_NAME = {mistake.name: mistake for mistake in MISTAKES}
@@ -112,7 +112,7 @@ def theirs(name: str, part: int) -> list[Outcome]:
 def test_a_planted_fault_is_named(name: str) -> None:
     """Catches a mistake that is tried wrongly, and statistics that do not see it; on the prompts of our own loop."""
     drafter = overfitted.eagle3()
-    with mock.patch("eval.figures.parity.decoded", lambda drafter, prompts, config, name: ours(name)):
+    with mock.patch("eval.figures.diagnosis.decoded", lambda drafter, prompts, config, name: ours(name)):
         found = compared(drafter, ours(AS_LOADED), theirs(name, 0), half(0), CONFIG)
     assert found["verdict"] == FAULT
     assert found["named"][0] == name and len(found["named"]) <= 2, found["named"]
@@ -154,7 +154,7 @@ def test_without_an_engine_the_right_reading_is_found() -> None:
     wrong = planted("feedback on the wrong side of the final norm")
     found = ranked(wrong, decoded(wrong, half(0), CONFIG, ""), half(0), CONFIG)
     assert found["verdict"] == FAULT and found["named"][0] == "feedback on the wrong side of the final norm"
-    with mock.patch("eval.figures.parity.decoded", lambda drafter, prompts, config, name: ours(name)):
+    with mock.patch("eval.figures.diagnosis.decoded", lambda drafter, prompts, config, name: ours(name)):
         right = ranked(overfitted.eagle3(), ours(AS_LOADED), half(0), CONFIG)
     assert right["verdict"] == PASS and right["named"][0] == AS_LOADED
     lost = right["gains"]["fc_norm left out"]
@@ -191,7 +191,7 @@ def test_shorter_drafts_with_a_mistake_in_them() -> None:
     """Catches a mistake that hides that drafts are shorter, and one that is not looked for because they are."""
     name = "fc_norm left out"
     short = decoded(remade(planted(name), depth=1), half(0), CONFIG, "")
-    with mock.patch("eval.figures.parity.decoded", lambda drafter, prompts, config, name: ours(name)):
+    with mock.patch("eval.figures.diagnosis.decoded", lambda drafter, prompts, config, name: ours(name)):
         found = compared(overfitted.eagle3(), ours(AS_LOADED), short, half(0), CONFIG)
     assert found["verdict"] == FAULT and found["named"][0] == SHORTER and name in found["named"]
 
@@ -385,7 +385,7 @@ def program(folder: Path, head: Path, *more: Any) -> tuple[int, dict[str, Any]]:
     """Exit status and parity.json of the check of a head of ``overfitted``, on prompts that it learnt."""
     line = ["--checkpoint", head, "--target", folder / "target", f"out={folder / 'out'}", "threads=1", "batch=16"]
     line += ["target.dtype=float32", "target.device=cpu", f"max_new_tokens={overfitted.NEW}", "depth=3", *more]
-    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: half(0)):
+    with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: half(0)):
         found = status(eval.parity.main, *line)
     written = folder / "out" / "parity.json"
     return found, json.loads(written.read_text()) if written.exists() else {}

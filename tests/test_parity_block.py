@@ -23,11 +23,11 @@ from drafters import generate
 from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.layouts.export import export
 from eval.configs import ParityConfig
-from eval.figures.parity import FAULT, PASS, compared, decoded, ranked
+from eval.figures.diagnosis import FAULT, PASS, compared, decoded, ranked
 from eval.figures.readings import AS_LOADED
 from eval.measure.block_mistakes import BLOCK_MISTAKES
 from eval.measure.mistakes import remade
-from eval.measure.runner import Outcome
+from eval.measure.runs import Outcome
 
 CONFIG = ParityConfig.model_validate(
     {"target": {"path": "t"}, "checkpoint": "c", "engine": "ours", "batch": 16, "depth": overfitted_block.DEPTH}
@@ -142,7 +142,7 @@ def test_the_program_says_which_layout(tmp_path: Path, capsys: pytest.CaptureFix
     line = [*saved(tmp_path, layout="anchor-first"), f"depth={overfitted_block.DEPTH}"]
     assert status(eval.parity.main, *line, "--engine", "vllm", f"python={sys.executable}") == 1
     assert "its DFlash predicts no token at the anchor" in capsys.readouterr().err
-    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):  # those that it learnt
+    with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts()):  # those that it learnt
         assert status(eval.parity.main, *line, "--engine", "ours") == 1
     assert "the other layout: import it again with the other --layout" in " ".join(capsys.readouterr().out.split())
     found = json.loads((tmp_path / "out" / "parity.json").read_text())
@@ -166,7 +166,7 @@ def test_the_probe_settles_an_ambiguous_folder(tmp_path: Path, capsys: pytest.Ca
     assert status(eval.parity.main, "--checkpoint", source, *line[2:]) == 1
     assert f"imported first: python -m drafters.convert {source} --target MODEL --out" in capsys.readouterr().err
     assert status(drafters.convert.main, *given, "--layout", "fill-in") == 0  # the wrong one
-    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):
+    with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts()):
         assert status(eval.parity.main, "--checkpoint", ours, *line[2:]) == 1
     found = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert found["named"] == ["the other layout"], found["readings"]
@@ -185,7 +185,7 @@ def test_vllm_names_its_fault_of_several_layers(
     line = [*saved(tmp_path, head), "--engine", "vllm", f"python={sys.executable}", "module=tests.planted_engine"]
     monkeypatch.setenv("HEAD", str(tmp_path / "head"))
     monkeypatch.setenv("PLANTED", FIRST_NORM)
-    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts()):
+    with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts()):
         assert status(eval.parity.main, *line) == 1
     told = " ".join(capsys.readouterr().out.split())
     assert "vllm: the head has 2 layers, and vLLM on a CPU takes the first layer's k_norm" in told

@@ -13,8 +13,8 @@ from drafters.hub.reports import Certificate, Part, Report, read
 from eval.figures import paired
 from eval.report import pairs
 from eval.report.by_prompt import as_csv
-from eval.report.compare import compare as compared
-from eval.report.compare import page
+from eval.report.changes import compare as compared
+from eval.report.changes import page
 from eval.report.trainings import write_trainings
 
 ROOT = Path(__file__).parents[1]

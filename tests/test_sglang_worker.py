@@ -19,7 +19,7 @@ import eval.parity
 from drafters.layouts.export import export
 from eval.engine_workers.sglang_worker import SGLang, accepted_tokens, arguments
 from eval.entries import EngineEntry
-from eval.figures.parity import PASS
+from eval.figures.diagnosis import PASS
 
 JOB = {"target": "T", "revision": None, "dtype": "float32", "max_context": 128, "eos": [], "top_k": 0, "top_p": 1.0}
 
@@ -43,7 +43,7 @@ def parity(prompts: list[Any], *more: str) -> tuple[int, dict[str, Any]]:
     """Exit status and parity.json."""
     line = ["--checkpoint", "head", "--target", "target", "--engine", "sglang", f"python={sys.executable}", "out=out"]
     line += ["target.dtype=float32", "target.device=cpu", "threads=1", f"max_new_tokens={overfitted.NEW}", *more]
-    with mock.patch("eval.figures.parity.prompts_of", lambda config, drafter: prompts):
+    with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts):
         found = status(eval.parity.main, *line)
     return found, json.loads(Path("out/parity.json").read_text()) if Path("out/parity.json").exists() else {}
 

@@ -25,7 +25,7 @@ from drafters.methods.eagle import Eagle3Drafter
 from drafters.model.draft_head import draft_ids
 from eval.configs import ParityConfig
 from eval.figures.certificate import begun
-from eval.figures.parity import FAULT, PASS, compared, decoded, served
+from eval.figures.diagnosis import FAULT, PASS, compared, decoded, served
 from eval.figures.readings import AS_LOADED
 from eval.report.tables import make_console
 

@@ -11,7 +11,7 @@ import torch
 
 from drafters import TargetModel
 from eval.figures.scores import Scores
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 
 # Largest accepted gap between the best logit and that of the token taken, in units of the logit scale (the largest
 # absolute logit at that position). bf16 has 8 bits of mantissa, so one rounding is up to 1/256 of the scale, and

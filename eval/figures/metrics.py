@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from drafters.loop.generate import Trace
-from eval.measure.journal import TIME_FIELDS
-from eval.measure.runner import Run
+from eval.measure.run_journal import TIME_FIELDS
+from eval.measure.runs import Run
 
 BOOTSTRAP_SAMPLES = 2000
 MAX_LOOP_PERIOD = 32

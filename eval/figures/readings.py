@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafters.loop.generate import Step
-from eval.measure.runner import Outcome
+from eval.measure.runs import Outcome
 
 MOST_APART = 2.0  # standard errors of a difference that chance explains
 AS_LOADED = "as loaded"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drafters import TargetModel
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 
 ROWS = 256  # tokens whose logits are computed at once, in float32
 TEXTS = 12  # of ``quantisation_cost``

@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.store.lock import lock_file
 from drafters.common.files import naming
 from eval.measure.identity import digest
-from eval.measure.journal import json_lines
+from eval.measure.run_journal import json_lines
 from eval.prompts.prompts import Prompt, PromptSet, render
 
 ANSWERS = "turns.jsonl"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.dialogues.messages import Message, uses_tools
 from data_prep.dialogues.reader import ReadCounts, read_dialogues
-from eval.prompts.files import detect_format
+from eval.prompts.prompt_files import detect_format
 
 MISFITS = 100  # stop filling after this many dialogues that do not fit the remaining length
 NEAR = 0.8  # accepted share of the wanted length

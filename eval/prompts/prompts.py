@@ -11,9 +11,9 @@ from typing import Any
 
 from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import REFUSALS, for_template
-from eval.prompts.config import PromptsConfig, check_prompt_files, shown_sizes
+from eval.prompts.choice import PromptsConfig, check_prompt_files, shown_sizes
 from eval.prompts.context import with_earlier_turns
-from eval.prompts.files import Format, Record, detect_format, files_sha256, read_prompts
+from eval.prompts.prompt_files import Format, Record, detect_format, files_sha256, read_prompts
 from eval.prompts.suites import WARM_UP, load_suite, read_suite, suite_name
 
 

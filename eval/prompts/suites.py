@@ -19,7 +19,7 @@ from data_prep.dialogues.json_records import read_records
 from data_prep.dialogues.reader import DATASET_SUFFIXES, dataset_records
 from drafters.common.wording import read_text, shortened
 from drafters.config import Amount, Config, Length, load_config
-from eval.prompts.files import QUESTION_KEYS, Record, first_record, question_key, questions, turns_under
+from eval.prompts.prompt_files import QUESTION_KEYS, Record, first_record, question_key, questions, turns_under
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
 Metric = Literal["number", "rouge", "bleu"]

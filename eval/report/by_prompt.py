@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eval.figures.metrics import typical_pair, typical_run
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 from eval.prompts.prompts import Prompt
 from eval.report.pairs import COLUMNS, PLACE, Line
 

@@ -12,9 +12,9 @@ from drafters.model.draft_head import TextTokens
 from eval.figures.divergence import exactness
 from eval.figures.metrics import typical_run
 from eval.figures.scores import Scores
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 from eval.prompts.prompts import Prompt
-from eval.report.rows import Described, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
+from eval.report.build import Described, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
 
 
 def judge(

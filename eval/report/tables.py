@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from drafters.common.files import replace_json, replace_text
-from eval.prompts.config import shown_sizes
+from eval.prompts.choice import shown_sizes
 
 Row = dict[str, Any]
 RARE, FAR = 0.01, 2.0  # see ``tail``

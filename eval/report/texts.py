@@ -6,9 +6,9 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 from eval.prompts.prompts import Prompt
-from eval.report.rows import outputs_of
+from eval.report.build import outputs_of
 
 MOST = 4_000_000  # bytes of all texts together, which a browser opens at once
 UNCHANGED = "\n\t\u200c\u200d"  # the last two join letters of several scripts

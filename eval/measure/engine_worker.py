@@ -16,7 +16,7 @@ from data_prep.common.other_python import OtherPython
 from drafters.common.wording import shortened
 from drafters.config import Config, validate
 from drafters.loop.generate import Step, Trace
-from eval.measure.runner import Limits, Method, Outcome, check_tokens
+from eval.measure.runs import Limits, Method, Outcome, check_tokens
 
 
 class WorkerError(RuntimeError):

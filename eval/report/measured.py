@@ -16,19 +16,19 @@ from eval.configs import SpeedConfig
 from eval.figures.accuracy import accuracy
 from eval.figures.divergence import tolerance_note
 from eval.figures.scores import quantisation_cost
-from eval.measure.engines import Engines
-from eval.measure.journal import RunJournal
 from eval.measure.models import ALONE, Models, answer_ends, chat_of
-from eval.measure.runner import Run
-from eval.measure.speed import Session, conditions_of, measure_all
-from eval.prompts.files import files_sha256
+from eval.measure.other_engines import Engines
+from eval.measure.run_journal import RunJournal
+from eval.measure.runs import Run
+from eval.measure.session import Session, conditions_of, measure_all
+from eval.prompts.prompt_files import files_sha256
+from eval.report.build import build
 from eval.report.by_prompt import as_csv, in_report
 from eval.report.charts import save, speedups
 from eval.report.html import html
 from eval.report.judged import add_coverage, judge
 from eval.report.page import markdown, print_table
 from eval.report.remarks import shortage_line
-from eval.report.rows import build
 from eval.report.tables import say
 from eval.report.texts import make_texts
 

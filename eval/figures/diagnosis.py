@@ -40,11 +40,11 @@ from eval.figures.readings import (
     reading,
 )
 from eval.measure.block_mistakes import BLOCK_MISTAKES
-from eval.measure.engines import Engines
 from eval.measure.identity import conditions
 from eval.measure.mistakes import MISTAKES, Mistake, declared
 from eval.measure.models import chat_of, load_models
-from eval.measure.runner import Limits, Outcome
+from eval.measure.other_engines import Engines
+from eval.measure.runs import Limits, Outcome
 from eval.prompts.prompts import load_prompts
 
 FEATURES, BLOCKS = (EagleDrafter, Eagle3Drafter), (DFlashDrafter, DSparkDrafter)

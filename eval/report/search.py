@@ -11,9 +11,9 @@ from drafters.common.files import replace_json, replace_text
 from eval.configs import SpeedConfig, TuneConfig, common_folder
 from eval.measure.lineup import Lineup, check_options
 from eval.measure.models import Models, load_models
-from eval.measure.runner import MeasurementError
+from eval.measure.runs import MeasurementError
+from eval.report.measured import finished_report, measure_and_report
 from eval.report.page import setting
-from eval.report.speed import finished_report, measure_and_report
 from eval.report.tables import number, run_again, say, speedup_with_interval, table
 
 BEST, DATA, PAGE, ALL = "best.yaml", "tune.json", "tune.md", "tuned.yaml"

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from drafters.config import Amount, Config, Length, Seed
 from eval.prompts.context import check_context_files
-from eval.prompts.files import KNOWN, check_prompt_file
+from eval.prompts.prompt_files import KNOWN, check_prompt_file
 from eval.prompts.suites import local_files, read_suite, source, suite_name
 
 

@@ -17,8 +17,8 @@ from drafters.layouts.export import export
 from drafters.model.files import resolve_device, resolve_dtype
 from eval.configs import EnginesConfig, ParityConfig
 from eval.entries import EngineEntry
-from eval.measure.runner import Limits, Method
-from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method
+from eval.measure.engine_worker import Worker, WorkerCrash, WorkerError, question, worker_method
+from eval.measure.runs import Limits, Method
 
 SPARE = 16  # positions that an engine may need beyond the last draft
 FIRST = 64, 8  # tokens of the first prompt and of its answer, which show that the engine runs

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from drafters import TargetModel
 from drafters.loop.state import until
 from eval.entries import StockEntry
-from eval.measure.runner import Limits, Method, Outcome, joined
+from eval.measure.runs import Limits, Method, Outcome, joined
 
 
 def stock_method(

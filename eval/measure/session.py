@@ -16,15 +16,15 @@ from drafters.common.threads import fewest_threads, set_threads
 from drafters.common.wording import shortened
 from eval.configs import SpeedConfig
 from eval.entries import STOCK
-from eval.measure.engines import Engines
 from eval.measure.identity import Identity, conditions, digest
-from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, check_options
 from eval.measure.models import ALONE, Models, answer_ends, chat_of, load_models
-from eval.measure.runner import Limits, Method, drafter_method, measure
-from eval.measure.stock import stock_method
+from eval.measure.other_engines import Engines
+from eval.measure.run_journal import RunJournal
+from eval.measure.runs import Limits, Method, drafter_method, measure
+from eval.measure.stock_generate import stock_method
 from eval.measure.turns import ANSWERS, with_later_turns
-from eval.prompts.config import shown_sizes
+from eval.prompts.choice import shown_sizes
 from eval.prompts.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt
 
 

@@ -16,7 +16,7 @@ from drafters.common.files import naming, replacing
 from drafters.loop.generate import Step, Trace
 from eval.measure.identity import differing, digest
 from eval.measure.models import ALONE
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 from eval.prompts.prompts import Prompt
 
 JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"

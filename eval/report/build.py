@@ -9,7 +9,7 @@ from eval.entries import STOCK
 from eval.figures import metrics
 from eval.figures.divergence import differing
 from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
-from eval.measure.runner import Run
+from eval.measure.runs import Run
 from eval.prompts.prompts import Prompt
 
 Key = tuple[float, int, str]  # temperature, batch size, method

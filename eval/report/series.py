@@ -9,9 +9,9 @@ from drafters.common.files import replace_json, replace_text
 from eval.configs import SweepConfig, folder_name
 from eval.measure.lineup import check_options
 from eval.measure.models import Models, load_models
+from eval.report.measured import finished_report, measure_and_report
 from eval.report.page import setting
 from eval.report.remarks import warnings
-from eval.report.speed import finished_report, measure_and_report
 from eval.report.tables import Row, number, run_again, say, shown_name, speedup_with_interval, table
 
 DATA, PAGE = "sweep.json", "sweep.md"
