@@ -17,7 +17,7 @@ import gc
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ import tiny
 import tiny_run
 import torch
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
+from programs import without_pictures
+from test_eval_prompts import write, write_target
 from transformers import PreTrainedModel
 
 from data_prep.store.reader import FeatureStore
@@ -93,6 +95,38 @@ def tiny_checkpoint(
         return saved[key]
 
     return get
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that models are loaded from, as they are."""
+    paths: list[str] = []
+    load = TargetModel.from_pretrained
+
+    def counted(path: str, *arguments: Any, **options: Any) -> TargetModel:
+        paths.append(path)
+        return load(path, *arguments, **options)
+
+    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
+    return paths
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than most reports of tests."""
+    without_pictures(monkeypatch)
+
+
+@pytest.fixture
+def speed_config(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """``speed_config(records, prompts, **keys)``: a config of eval.speed on a tiny target, with prompts of records."""
+
+    def config(records: Iterable[Any], prompts: dict[str, Any], **keys: Any) -> dict[str, Any]:
+        target = {"path": write_target(tmp_path, tiny_model("llama")), "dtype": "float32", "device": "cpu"}
+        prompts = {"file": str(write(tmp_path / "prompts.jsonl", records)), **prompts}
+        return {"target": target, "prompts": prompts, "out": str(tmp_path / "out"), "warmup": 1, **keys}
+
+    return config
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from drafters.cli.program import Failure
 
@@ -24,6 +26,13 @@ def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
     except (ValueError, OSError, Failure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def run(main: Callable[[list[str]], int | None], config: dict[str, Any], *arguments: Any) -> int:
+    """The exit status of a program of eval with ``config``, which is written beside its ``out``."""
+    path = Path(config["out"]).parent / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return status(main, "--config", path, *arguments)
 
 
 def refused(message: str) -> Any:

@@ -123,7 +123,7 @@ def test_a_speed_test(files: dict[str, Path], tmp_path: Path) -> None:  # noqa: 
     config["target"]["device"] = "cuda"
     config["prompts"]["count"] = 2
     with simulated_cuda() as gpu:
-        assert test_eval_speed.run(config, tmp_path) == 0
+        assert test_eval_speed.run(config) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["environment"]["gpu"] == "Simulated GPU" and report["environment"]["device"].startswith("cuda")
     assert all(row["exact_match"] == 1.0 for row in report["rows"] if row["lossless"])

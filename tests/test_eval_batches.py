@@ -3,16 +3,15 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
-import yaml
-from programs import status, without_pictures
 from test_eval_metrics import PROMPTS, placed, rows_of, trace_of
-from test_eval_prompts import sharegpt, write, write_target
+from test_eval_prompts import sharegpt
 from test_eval_resume import decoded, journalled, killed_after, report
-from transformers import PreTrainedModel
 
 import eval.engines
 import eval.speed
@@ -26,43 +25,22 @@ from eval.prompts.choice import PromptsConfig
 from eval.prompts.prompts import PromptSet, in_whole_batches
 from eval.report.remarks import _about_row
 
+run = partial(programs.run, eval.speed.main)
+
 
 @pytest.fixture
-def config(
-    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> dict[str, Any]:
+def config(tiny_checkpoint: Callable[..., Path], speed_config: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Batches of 1 and 2 over prompts of unequal length; a draft model, what remembers, and what decodes one row."""
-    target = write_target(tmp_path, tiny_model("llama"))
     texts = [" ".join(f"w{n}" for n in range(1, 3 + 4 * i % 7)) + f" w{20 + i}" for i in range(6)]
-    prompts = write(tmp_path / "prompts.jsonl", [sharegpt(text, "w1") for text in texts])
     draft = str(tiny_checkpoint("llama", 1))
-    return {
-        "target": {"path": target, "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(prompts), "count": 4},
-        "drafters": [
-            {"label": "lookup", "drafter": "prompt_lookup", "gamma": 4},
-            {"label": "draft model", "drafter": "speculative", "draft_model": draft, "gamma": 2},
-            {"drafter": "lookahead", "temperatures": [0.0]},
-        ],
-        "stock": [{"label": "copies", "prompt_lookup_num_tokens": 3}],
-        "batch": [1, 2],
-        "temperatures": [0.0],
-        "out": str(tmp_path / "out"),
-        "max_new_tokens": 12,
-        "warmup": 1,
-    }
-
-
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than everything else here."""
-    without_pictures(monkeypatch)
-
-
-def run(config: dict[str, Any], *overrides: str) -> int:
-    path = Path(config["out"]).parent / "speed.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return status(eval.speed.main, "--config", path, *overrides)
+    drafters = [
+        {"label": "lookup", "drafter": "prompt_lookup", "gamma": 4},
+        {"label": "draft model", "drafter": "speculative", "draft_model": draft, "gamma": 2},
+        {"drafter": "lookahead", "temperatures": [0.0]},
+    ]
+    keys = {"stock": [{"label": "copies", "prompt_lookup_num_tokens": 3}], "batch": [1, 2], "temperatures": [0.0]}
+    records = [sharegpt(text, "w1") for text in texts]
+    return speed_config(records, {"count": 4}, drafters=drafters, max_new_tokens=12, **keys)
 
 
 def test_one_report_compares_batch_sizes(config: dict[str, Any], tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-import yaml
-from programs import status
+from programs import run
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 
 import eval.engines
@@ -51,10 +50,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "warmup": 1,
         "out": str(folder / "out"),
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_ENGINE", "mortal")
-        assert status(eval.engines.main, "--config", folder / "run.yaml") == 0
+        assert run(eval.engines.main, config) == 0
     return folder, json.loads((folder / "out" / "report.json").read_text())
 
 

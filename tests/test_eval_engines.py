@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-import yaml
-from programs import status
+from programs import run
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 
 import eval.engine_workers
@@ -49,8 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "warmup": 1,
         "out": str(folder / "out"),
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    assert status(eval.engines.main, "--config", folder / "run.yaml") == 0
+    assert run(eval.engines.main, config) == 0
     return folder, json.loads((folder / "out" / "report.json").read_text())
 
 

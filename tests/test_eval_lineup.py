@@ -19,20 +19,6 @@ def entries(*given: dict[str, Any]) -> list[DrafterEntry]:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that models are loaded from, as they are."""
-    found: list[str] = []
-    load = TargetModel.from_pretrained
-
-    def counted(name: str, *arguments: Any, **options: Any) -> TargetModel:
-        found.append(name)
-        return load(name, *arguments, **options)
-
-    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
-    return found
-
-
-@pytest.fixture
 def target(tiny_model: Callable[..., PreTrainedModel]) -> TargetModel:
     return TargetModel(tiny_model("llama"))
 

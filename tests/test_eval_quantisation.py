@@ -3,15 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
-import yaml
 from conformance import prompt
-from programs import status
-from test_eval_prompts import sharegpt, write, write_target
-from transformers import PreTrainedModel
+from programs import run
+from test_eval_prompts import sharegpt
 
 import eval.speed
 from drafters import TargetModel
@@ -34,25 +33,14 @@ def test_the_cost_by_hand() -> None:
     assert abs(same["kl"]) < 1e-6 and same["same_argmax"] == 1.0
 
 
-def test_a_report_carries_it(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_a_report_carries_it(speed_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Catches speeds of a quantised target without a word about how far it is from the model; and the cost of the
     quantised target against itself, which is none.
     """
-    target = write_target(tmp_path, tiny_model("llama"))
-    records = [sharegpt(f"w{i} w2 w7", "w1") for i in range(4)]
-    config = {
-        "target": {"path": target, "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(write(tmp_path / "prompts.jsonl", records)), "count": 2},
-        "drafters": [{"drafter": "autoregressive"}],
-        "max_new_tokens": 5,
-        "rounds": 1,
-        "warmup": 1,
-        "out": str(tmp_path / "out"),
-        "temperatures": [0.0],
-    }
-    (tmp_path / "speed.yaml").write_text(yaml.safe_dump(config))
+    keys = {"drafters": [{"drafter": "autoregressive"}], "max_new_tokens": 5, "temperatures": [0.0]}
+    config = speed_config([sharegpt(f"w{i} w2 w7", "w1") for i in range(4)], {"count": 2}, **keys)
     for kind in (None, "int8"):
-        assert status(eval.speed.main, "--config", tmp_path / "speed.yaml", f"target.quantize={kind or 'null'}") == 0
+        assert run(eval.speed.main, config, f"target.quantize={kind or 'null'}") == 0
         facts = json.loads((tmp_path / "out" / "report.json").read_text())["environment"]
         page = (tmp_path / "out" / "report.md").read_text()
         if kind is None:

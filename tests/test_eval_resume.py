@@ -8,15 +8,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import tiny_run
 import yaml
-from programs import status, without_pictures
-from test_eval_prompts import sharegpt, write, write_target
-from transformers import PreTrainedModel
+from test_eval_prompts import sharegpt
 
 import eval.speed
 from drafters.methods.papers.ouroboros import OuroborosDrafter
@@ -30,6 +30,9 @@ METHODS = ["autoregressive", "draft model", "Ouroboros", "stock generate"]
 PROMPTS = 3
 
 
+run = partial(programs.run, eval.speed.main)
+
+
 class Killed(BaseException):
     """Ends a run at once, as kill -9 does: no handler catches it."""
 
@@ -39,38 +42,16 @@ def run_of(method: str, prompt: int = 0) -> Run:
     return Run([1, 2], 0.1, 0.1, method=method, temperature=0.0, round=0, prompt=prompt, wall_seconds=0.2)
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than everything else here."""
-    without_pictures(monkeypatch)
-
-
 @pytest.fixture
 def config(
-    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
+    tiny_checkpoint: Callable[..., Path], speed_config: Callable[..., dict[str, Any]], no_picture: None
 ) -> dict[str, Any]:
     """Plain decoding, a draft model and Ouroboros, which remembers, at two temperatures."""
-    target = write_target(tmp_path, tiny_model("llama"))
     # Prompts with much in common, so that a pool of phrases serves the next one.
-    prompts = write(tmp_path / "prompts.jsonl", [sharegpt(f"w1 w2 w3 w{10 + i}", "w1") for i in range(PROMPTS + 1)])
-    draft = str(tiny_checkpoint("llama", 1))
-    return {
-        "target": {"path": target, "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(prompts), "count": PROMPTS},
-        "drafters": [
-            {"label": "draft model", "drafter": "speculative", "draft_model": draft, "gamma": 2},
-            {"label": "Ouroboros", "drafter": "ouroboros", "draft_model": draft, "gamma": 2},
-        ],
-        "out": str(tmp_path / "out"),
-        "max_new_tokens": 12,
-        "warmup": 1,
-    }
-
-
-def run(config: dict[str, Any], *overrides: str) -> int:
-    path = Path(config["out"]).parent / "speed.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return status(eval.speed.main, "--config", path, *overrides)
+    records = [sharegpt(f"w1 w2 w3 w{10 + i}", "w1") for i in range(PROMPTS + 1)]
+    draft = {"draft_model": str(tiny_checkpoint("llama", 1)), "gamma": 2}
+    drafters = [{"drafter": "speculative", "label": "draft model"}, {"drafter": "ouroboros", "label": "Ouroboros"}]
+    return speed_config(records, {"count": PROMPTS}, drafters=[one | draft for one in drafters], max_new_tokens=12)
 
 
 def killed_after(

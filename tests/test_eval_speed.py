@@ -3,13 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
-import yaml
-from programs import status, without_pictures
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
@@ -32,6 +32,8 @@ ROW_KEYS = {
     "joules_per_token",
 }  # fmt: skip
 
+run = partial(programs.run, eval.speed.main)
+pytestmark = pytest.mark.usefixtures("no_picture")  # that of ``finished``, which is made before, is drawn
 PAGES = {"report.html", "report.json", "report.md", "prompts.csv"}
 
 
@@ -50,12 +52,6 @@ def files(
     return {"folder": folder, "target": folder / "target", "draft": tiny_checkpoint("llama", 1), "prompts": prompts}
 
 
-@pytest.fixture(autouse=True)
-def quick_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than most runs here; that of ``finished``, which is made before this, is drawn."""
-    without_pictures(monkeypatch)
-
-
 def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, Any]:
     return {
         "target": {"path": str(files["target"]), "dtype": "float32", "device": "cpu"},
@@ -71,12 +67,6 @@ def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, A
     }
 
 
-def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
-    path = folder / "speed.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return status(eval.speed.main, "--config", path, *overrides)
-
-
 def strict(text: str) -> Any:
     def refuse(constant: str) -> None:
         raise AssertionError(f"not JSON: {constant}")
@@ -88,7 +78,7 @@ def strict(text: str) -> Any:
 def finished(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One run over two temperatures and three rounds."""
     folder = tmp_path_factory.mktemp("run")
-    assert run(config_for(files, folder / "out"), folder) == 0
+    assert run(config_for(files, folder / "out")) == 0
     return folder / "out", strict((folder / "out" / "report.json").read_text())
 
 
@@ -188,7 +178,7 @@ def test_energy_is_reported_or_its_absence_explained(
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=3)
     with monkeypatch.context() as patch:
         patch.setattr("drafters.common.energy.Rapl", OneJoule)
-        assert run(config, tmp_path) == 0
+        assert run(config) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     for row in report["rows"]:
         assert row["joules_per_token"] == pytest.approx(row["prompts"] / row["new_tokens"])
@@ -198,7 +188,7 @@ def test_energy_is_reported_or_its_absence_explained(
     monkeypatch.setattr(
         "eval.measure.session.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none")
     )
-    assert run(config, tmp_path, "prompts.count=1") == 0
+    assert run(config, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
 
@@ -210,7 +200,7 @@ def test_a_wrong_drafter_is_caught(
 
     monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_wrong)
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     plain, wrong = report["rows"]
     assert (plain["exact_match"], wrong["exact_match"]) == (1.0, 0.0)
@@ -241,7 +231,7 @@ def test_where_eos_is_ignored_all_answers_are_of_one_length(files: dict[str, Pat
     config["target"]["path"] = str(target)
 
     def made(*overrides: str) -> tuple[set[int], str]:
-        assert run(config, tmp_path, *overrides) == 0
+        assert run(config, *overrides) == 0
         out = tmp_path / "out" if len(overrides) == 0 else tmp_path / "all"
         rows = strict((out / "report.json").read_text())["rows"]
         assert {row["temperature"] for row in rows} == {0.0, 1.0} and len(rows) == 6
@@ -260,7 +250,7 @@ def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
     decoding nothing can be said."""
     out = tmp_path / "out"
     config = config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4)
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     finished = {path.name: path.read_bytes() for path in out.iterdir()}
     assert finished.keys() == PAGES | {"speedup.png", "measurements.jsonl"}
 
@@ -275,7 +265,7 @@ def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
 
     monkeypatch.setattr(AutoregressiveDrafter, "propose", fail)
     for _ in range(2):
-        assert run(config, tmp_path) == 1
+        assert run(config) == 1
         assert "out of memory" in capsys.readouterr().err
         left = {path.name: path.read_bytes() for path in out.iterdir()}
         assert left.items() >= finished.items()
@@ -299,7 +289,7 @@ def test_a_drafter_that_fails_has_no_figures_and_the_others_go_on(
     monkeypatch.setattr(SpeculativeDrafter, "propose", fail)
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1, max_new_tokens=4)
     config["drafters"].append({"drafter": "prompt_lookup"})
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     assert [row["drafter"] for row in report["rows"]] == ["autoregressive", "prompt_lookup"]
     (failure,) = report["failures"]
@@ -316,7 +306,7 @@ def test_stock_acceleration_is_reported_beside_the_drafters(files: dict[str, Pat
     ]
     config = config_for(files, tmp_path / "out", stock=stock, rounds=1)
     config["prompts"]["count"] = 2
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     rows = {(row["drafter"], row["temperature"]): row for row in report["rows"]}
     assert len(rows) == len(report["rows"]) == 8

@@ -2,65 +2,35 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
-import yaml
-from programs import status
-from test_eval_prompts import questions, write, write_target
-from transformers import PreTrainedModel
+from test_eval_prompts import questions
 
 import eval.report.measured
 import eval.sweep
-from drafters import TargetModel
 from eval.measure.runs import MeasurementError
 
+run = partial(programs.run, eval.sweep.main)
+
 
 @pytest.fixture
-def config(
-    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> dict[str, Any]:
+def config(tiny_checkpoint: Callable[..., Path], speed_config: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """A sweep over max_new_tokens with one drafter."""
-    target = write_target(tmp_path, tiny_model("llama"))
-    prompts = write(tmp_path / "prompts.jsonl", questions("a", "b", count=4))
     draft = str(tiny_checkpoint("llama", 1))
-    return {
-        "target": {"path": target, "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(prompts), "per_category": 2},
-        "drafters": [{"label": "S", "drafter": "speculative", "draft_model": draft, "gamma": 2}],
-        "out": str(tmp_path / "out"),
-        "temperatures": [0.0],
-        "warmup": 1,
-        "vary": {"max_new_tokens": [3, 6]},
-    }
-
-
-def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
-    path = folder / "sweep.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return status(eval.sweep.main, "--config", path, *overrides)
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that models are loaded from, as they are."""
-    found: list[str] = []
-    load = TargetModel.from_pretrained
-
-    def counted(name: str, *arguments: Any, **options: Any) -> TargetModel:
-        found.append(Path(name).name)
-        return load(name, *arguments, **options)
-
-    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
-    return found
+    drafters = [{"label": "S", "drafter": "speculative", "draft_model": draft, "gamma": 2}]
+    keys = {"temperatures": [0.0], "vary": {"max_new_tokens": [3, 6]}}
+    return speed_config(questions("a", "b", count=4), {"per_category": 2}, drafters=drafters, **keys)
 
 
 def test_every_value_has_its_report_and_the_sweep_compares_them(
     config: dict[str, Any], tmp_path: Path, loads: list[str]
 ) -> None:
     """Catches a value that is not passed on, figures under another value's name, and models loaded for every value."""
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     assert len(loads) == 2  # the target and the draft model
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert [value["value"] for value in found["values"]] == [3, 6]
@@ -91,21 +61,21 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
 
     monkeypatch.setattr("eval.report.series.measure_and_report", counted)
     fail = True
-    assert run(config, tmp_path) == 1
+    assert run(config) == 1
     fail = False
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert [value["value"] for value in found["values"]] == [3]  # what was measured is there to be read
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     assert measured == ["max_new_tokens=3", "max_new_tokens=6", "max_new_tokens=6"]
     loads.clear()
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     assert (len(measured), loads) == (3, [])
     with monkeypatch.context() as patch:
         patch.setattr("drafters.common.machine.code_state", lambda: ("0" * 40, False))
-        assert run(config, tmp_path, 'vary={"max_new_tokens": [3]}') == 0
+        assert run(config, 'vary={"max_new_tokens": [3]}') == 0
     assert measured[3:] == ["max_new_tokens=3"]
     measured.pop()
-    assert run(config, tmp_path, "seed=1", 'vary={"max_new_tokens": [6]}') == 0
+    assert run(config, "seed=1", 'vary={"max_new_tokens": [6]}') == 0
     assert measured[3:] == ["max_new_tokens=6"]
 
 
@@ -129,7 +99,7 @@ def test_a_bad_value_is_found_before_anything_is_measured(
     message: str,
 ) -> None:
     """Catches a sweep that ends at its last value, after hours."""
-    assert run(config | {"vary": vary, "seed": 0}, tmp_path) == 1
+    assert run(config | {"vary": vary, "seed": 0}) == 1
     assert message in capsys.readouterr().err
     assert not loads
     assert not (tmp_path / "out").exists()

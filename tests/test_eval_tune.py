@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import yaml
 from programs import status
-from test_eval_prompts import questions, write, write_target
-from transformers import PreTrainedModel
+from test_eval_prompts import questions
 
 import eval.tune
 from drafters.config import validate
@@ -17,32 +18,16 @@ from eval.configs import SpeedConfig, TuneConfig
 from eval.measure.models import load_models
 from eval.report.measured import measure_and_report
 
+run = partial(programs.run, eval.tune.main)
+
 
 @pytest.fixture
-def config(
-    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> dict[str, Any]:
+def config(tiny_checkpoint: Callable[..., Path], speed_config: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """A search of two knobs of Ouroboros."""
-    target = write_target(tmp_path, tiny_model("llama"))
-    prompts = write(tmp_path / "prompts.jsonl", questions("a", "b", count=4))
     entry = {"label": "O", "drafter": "ouroboros", "draft_model": str(tiny_checkpoint("llama", 1)), "k": 2}
-    return {
-        "target": {"path": target, "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(prompts), "count": 2},
-        "drafters": [entry],
-        "out": str(tmp_path / "out"),
-        "temperatures": [0.0],
-        "max_new_tokens": 4,
-        "warmup": 1,
-        "knobs": {"gamma": [1, 2, 3], "window": [2, 3]},
-        "start": {"gamma": 1, "window": 3},
-    }
-
-
-def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
-    path = folder / "tune.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return status(eval.tune.main, "--config", path, *overrides)
+    keys = {"knobs": {"gamma": [1, 2, 3], "window": [2, 3]}, "start": {"gamma": 1, "window": 3}}
+    keys |= {"drafters": [entry], "temperatures": [0.0], "max_new_tokens": 4}
+    return speed_config(questions("a", "b", count=4), {"count": 2}, **keys)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, figures: Callable[[dict[str, Any]], tuple[float, float]]) -> list[Any]:
@@ -68,7 +53,7 @@ def test_knobs_are_searched_one_after_the_other(
 ) -> None:
     """Catches a knob searched at the start's values instead of those just found, and the slowest taken for the best."""
     asked = pretend(monkeypatch, lambda o: (10.0 - (o["gamma"] - 2) ** 2 + (o["window"] == 2) * o["gamma"], 5.0))
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     assert asked == [{"gamma": [1, 2, 3], "window": [3]}, {"gamma": [2], "window": [2, 3]}]
     best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
     assert best == [config["drafters"][0] | {"gamma": 2, "window": 2}]
@@ -80,13 +65,13 @@ def test_a_bound_on_perplexity(config: dict[str, Any], tmp_path: Path, monkeypat
     first knob alone cannot keep the bound."""
     # gamma: the faster the worse, and with window 3 none of them good enough; window 2 makes up for it.
     pretend(monkeypatch, lambda o: (o["gamma"], 4.0 + o["gamma"] / 10 + (o["window"] == 3)))
-    assert run(config, tmp_path, "max_perplexity=1.06") == 0
+    assert run(config, "max_perplexity=1.06") == 0
     found = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert found["best"] == {"gamma": 1, "window": 2}
     assert [stage["bound"] for stage in found["stages"]] == [pytest.approx(4.24)] * 2
     page = (tmp_path / "out" / "tune.md").read_text()
     assert page.count("no value keeps this bound") == 1 and "at most 1.06 times the perplexity" in page
-    assert run(config | {"start": {"window": 2}}, tmp_path, "max_perplexity=1.06", f"out={tmp_path / 'two'}") == 0
+    assert run(config | {"start": {"window": 2}}, "max_perplexity=1.06", f"out={tmp_path / 'two'}") == 0
     assert json.loads((tmp_path / "two" / "tune.json").read_text())["best"] == {"gamma": 2, "window": 2}
 
 
@@ -122,7 +107,7 @@ def test_a_folder_of_searches(
 
 def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a finished knob measured again, and time spent on stock generate; every figure is a real run's here."""
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     report = json.loads((tmp_path / "out" / "1-gamma" / "report.json").read_text())
     assert report["baseline"]["over_stock_generate"] is None
     first = json.loads((tmp_path / "out" / "tune.json").read_text())
@@ -130,7 +115,7 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
     seen: list[str] = []
     measuring = lambda one, *rest: (seen.append(one.out.name), measure_and_report(one, *rest))[1]  # noqa: E731
     monkeypatch.setattr("eval.report.search.measure_and_report", measuring)
-    assert run(config, tmp_path) == 0
+    assert run(config) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert seen == ["2-window"] and again["stages"][0] == first["stages"][0]
     assert {row["value"] for row in again["stages"][0]["values"]} == {1, 2, 3}

@@ -26,7 +26,7 @@ FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns, and the figure 
 }
 UNTESTED = "tokens/s"  # one run each cannot separate a method from the machine's load
 # Standard deviation of the logarithm of a speedup between processes that run the same thing, on all prompts alike:
-# placement in memory, sharing of cores. Measured by tests/compare_runs.py.
+# placement in memory, sharing of cores. Measured by tests/compare_runs.py of commit 4a677327.
 BETWEEN_RUNS = 0.012
 FEWEST = 2  # prompts
 ABOUT = f"""\
@@ -34,9 +34,9 @@ Figures are over the prompts that both reports measured (a batch counts as one);
 brackets the 95% interval of the paired bootstrap over prompts. *p*: of a sign-flip test (if both runs were of one
 thing, the two of a prompt could be swapped), with Holm's method over all tested lines: two reports of the same thing
 show a change in at most one of twenty comparisons. A speedup's p and interval include the difference of two
-processes of the same thing on all prompts, a standard deviation of {BETWEEN_RUNS:.1%} (measured on a CPU of two cores
-by tests/compare_runs.py). tokens/s is not tested: the speed of a machine changes for all prompts and methods alike, as
-plain decoding's line shows. The speedup, of methods that take turns, does not depend on it.
+processes of the same thing on all prompts, a standard deviation of {BETWEEN_RUNS:.1%}, which was measured on a CPU of
+two cores. tokens/s is not tested: the speed of a machine changes for all prompts and methods alike, as plain decoding's
+line shows. The speedup, of methods that take turns, does not depend on it.
 """
 
 
