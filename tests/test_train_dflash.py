@@ -208,7 +208,9 @@ def test_the_loss_is_the_one_of_the_papers(settings: dict[str, Any], more: dict[
 
 
 def reference(task: Any, batch: Any, corrected: Any, more: Any = None) -> Tensor:
-    """The loss of a batch; ``corrected`` changes a block's logits ``[k, V]``, by the tokens before and the states."""
+    """The loss of a batch; ``corrected`` changes a block's logits ``[k, V]``, by the tokens before and the states.
+    ``more``: a term of each slot, of the block's tokens ``[k + 1]``, the states and the overlap.
+    """
     config, head, lm_head = task.config, task.module, task.ends.lm_head
     own, total = dict(head.named_parameters()), torch.zeros(())
     ids = torch.arange(tiny.VOCAB_SIZE) if task.heads.ids is None else task.heads.ids.long()
@@ -232,7 +234,7 @@ def reference(task: Any, batch: Any, corrected: Any, more: Any = None) -> Tensor
             each = config.target_weight * divergence - config.token_weight * (text * q.log()).sum(-1)
             accepted = (overlap if config.target_weight else (text * q).sum(-1)).detach()
             if more is not None:
-                each = each + more(tokens[anchor : anchor + count], rows, overlap.detach())
+                each = each + more(tokens[anchor : anchor + count + 1], rows, overlap.detach())
             total = total + (each * position_weights(config, accepted)).sum()
     return total
 

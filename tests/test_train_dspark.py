@@ -99,8 +99,8 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
         biases = [markov_bias(parameters, config.head.markov_head, known[: k + 1], states) for k in range(len(known))]
         return logits + torch.stack(biases)
 
-    def of_confidence(previous: Tensor, states: Tensor, overlap: Tensor) -> Tensor:
-        inputs = torch.cat([states, parameters["markov_head.markov_w1.weight"][previous]], dim=-1)
+    def of_confidence(tokens: Tensor, states: Tensor, overlap: Tensor) -> Tensor:
+        inputs = torch.cat([states, parameters["markov_head.markov_w1.weight"][tokens[:-1]]], dim=-1)
         weight, bias = parameters["confidence_head.proj.weight"], parameters["confidence_head.proj.bias"]
         estimate = (inputs @ weight[0] + bias).sigmoid()
         return config.confidence_weight * F.binary_cross_entropy(estimate, overlap, reduction="none")

@@ -17,7 +17,7 @@ from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.heads.medusa.shape import MedusaShape
 from drafters.methods import method_names
-from train.core.block_config import DFlashConfig, DSparkConfig
+from train.core.block_config import DFlash2Config, DFlashConfig, DSparkConfig
 from train.core.config import Decay, Lora, TrainConfig, Weight
 
 
@@ -279,6 +279,7 @@ SCHEMAS: dict[str, type[TrainConfig]] = {
         EagleConfig,
         Eagle3Config,
         DFlashConfig,
+        DFlash2Config,
         DSparkConfig,
         KangarooConfig,
         MedusaConfig,

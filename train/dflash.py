@@ -59,6 +59,8 @@ class DFlashTask(Task):
         head: Any = self.module
         self.layers_config, self.block_rows, self.slots = head.config, head.shape.rows, head.shape.slots
         self.reach, self.against_logits = head.shape.reach, config.target_weight > 0
+        if head.mask_embedding is not None:
+            head.mask_embedding.data.copy_(ends.embed.weight[head.shape.mask_token_id])
         if head.lm_head is not None:
             self.heads.drafter_heads, self.lm_heads = [head.lm_head], ("lm_head.weight",)
 
@@ -161,6 +163,12 @@ class DFlashTask(Task):
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Further parts of the pairs, from the slots' states ``[m, K, H]``, if slots depend on the tokens before."""
         return {}
+
+    def tokens_before_slots(self, batch: Batch) -> Tensor:
+        """int64 ``[m, K]``: the text's token before that of each slot, the row's last token where the text ends."""
+        slots = torch.arange(self.slots, device=batch.input_ids.device)
+        at = anchor_rows(batch)[:, None] + slots
+        return batch.input_ids[0, at.clamp_max(batch.input_ids.shape[1] - 1)]
 
     def weights(self, pairs: Pairs, batch: Batch) -> Tensor | None:
         """``[1, n]``: what each trained slot counts, by the config's ``position_weights``."""

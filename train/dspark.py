@@ -28,7 +28,7 @@ from drafters.model.ends import FrozenEnds
 from train.core.losses import Pairs
 from train.core.task import Ratio
 from train.data.packing import Batch
-from train.dflash import DFlashTask, anchor_rows
+from train.dflash import DFlashTask
 
 
 class DSparkTask(DFlashTask):
@@ -61,12 +61,6 @@ class DSparkTask(DFlashTask):
             chosen = states.flatten(0, 1)[batch.places], previous.flatten()[batch.places]
             fields["confidence"] = head.confidence(*chosen)
         return fields
-
-    def tokens_before_slots(self, batch: Batch) -> Tensor:
-        """int64 ``[m, K]``: the text's token before that of each slot, the row's last token where the text ends."""
-        slots = torch.arange(self.slots, device=batch.input_ids.device)
-        at = anchor_rows(batch)[:, None] + slots
-        return batch.input_ids[0, at.clamp_max(batch.input_ids.shape[1] - 1)]
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         if pairs.confidence is None:

@@ -31,7 +31,14 @@ class LMHead(nn.Linear):
 
     def forward(self, features: Tensor) -> Tensor:
         """``[..., H]`` -> ``[..., V]``."""
-        logits = super().forward(features)
+        return self._changed(super().forward(features))
+
+    def of(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Logits ``[n, k]`` of some ``tokens [n, k]``, for features ``[n, H]``."""
+        logits = (self.weight[tokens] @ features[..., None])[..., 0]
+        return self._changed(logits if self.bias is None else logits + self.bias[tokens])
+
+    def _changed(self, logits: Tensor) -> Tensor:
         return logits if self.change is None else self.change(logits)
 
 

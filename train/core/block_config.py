@@ -1,4 +1,4 @@
-"""The keys of training runs of block drafters, DFlash and DSpark. Imports no torch."""
+"""The keys of training runs of block drafters: DFlash, DSpark and DFlash2. Imports no torch."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from drafters.config import Amount
 from drafters.heads.block.shape import BlockShape, DSparkShape
+from drafters.heads.dflash2.shape import DFlash2Shape
 from train.core.config import TrainConfig, Weight
 
 
@@ -119,4 +120,39 @@ class DSparkConfig(DFlashConfig):
             )
         if not self.head.confidence_head and self.confidence_weight != self.default("confidence_weight"):
             raise ValueError(f"confidence_weight is {self.confidence_weight}, and confidence_head false; leave it out")
+        return self
+
+
+class DFlash2Config(DFlashConfig):
+    """The keys of a DFlash2 run: those of DFlash, and of the selector.
+
+    The loss is that of speculators: cross-entropy with the target's distribution over all tokens, and
+    ``selector_weight`` times that of the text's token among the candidates, both weighted by ``position_weights``.
+    ``init_from`` may also be a DFlash head: new convolutions change nothing.
+    """
+
+    drafter: ClassVar[str] = "dflash2"
+    extends: ClassVar[tuple[str, ...]] = ("dflash",)
+
+    head: DFlash2Shape
+    token_weight: Weight = 0.0
+    target_weight: Weight = 1.0
+    selector_weight: Weight = Field(1.0, description="weight of the selector's cross-entropy")
+    trains: Literal["all", "selector"] = Field(
+        "all", description="selector: the rest of the head in init_from stays as it is"
+    )
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return True  # the selector, outside of the module's forward
+
+    @model_validator(mode="after")
+    def _trains_its_selector(self) -> Self:
+        for key in ("draft_vocab", "loss_vocab"):
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(f"{key} is {value}, and the selector chooses among all tokens; leave it out")
+        if not self.selector_weight:
+            raise ValueError("selector_weight is 0, which trains no selector; train a DFlash head, or set a weight")
+        if self.trains == "selector" and self.init_from is None:
+            raise ValueError("trains is selector, and the rest of the head must be a trained one; set init_from")
         return self

@@ -57,6 +57,7 @@ class TrainConfig(Config):
 
     drafter: ClassVar[str]  # the method; also the name of its script in train/
     older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before the key existed, if not its default
+    extends: ClassVar[tuple[str, ...]] = ()  # methods whose heads init_from takes, too; new parts stay new
     sizes_lm_head: ClassVar[bool] = False  # whether draft_vocab is the size of an LM head of the drafter's own
 
     head: HeadShape = Field(HeadShape(), description="the shape of the head; its keys may also stand beside it")

@@ -1,6 +1,6 @@
 """The LM heads that predictions go through: slicing by ``loss_vocab``, chunks of rows, the loss and the figures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ class LMHeads:
         drafter_heads: the drafter's own LM heads, one for each of the S predictions or one for all; empty if all use
             the target's. One may have the rows of ``ids`` only.
         correction: the drafter's term of its logits, from ``Pairs.latents``; its rows are those of its LM head.
+        rescored: replaces the drafter's logits ``[n, V]`` by its scores behind ``Pairs.previous`` in ``compare``.
         ids: int32 ``[N]``, tokens of the config's ``loss_vocab``, over which the loss is taken; None for all tokens.
         limit: rows of logits at a time; None to choose it by the device.
     """
@@ -29,6 +30,7 @@ class LMHeads:
         self.config, self.target = config, target
         self.drafter_heads: Sequence[nn.Linear] = ()
         self.correction: nn.Linear | None = None
+        self.rescored: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.ids: Tensor | None = None
         self.limit = config.loss_chunk_rows
 
@@ -109,6 +111,8 @@ class LMHeads:
                 ours, theirs = head(predicted[rows]), self.target(pairs.targets[rows])
                 if latents is not None and self.correction is not None:
                     ours = ours + self.correction(latents[rows])
+                if pairs.previous is not None and self.rescored is not None:
+                    ours = self.rescored(ours, predicted[rows], pairs.previous[rows])
                 p, q = theirs.float().softmax(-1), ours.float().softmax(-1)
                 if self.ids is not None and self._is_reduced(head):
                     p = p[:, self.ids.to(p.device)]
@@ -140,3 +144,9 @@ class LMHeads:
     def first_choice(self, features: Tensor) -> Tensor:
         """int64 ``[n]``: the target's most likely token after each of its features ``[n, H]``."""
         return torch.cat([self.target(part).argmax(-1) for part in features.split(self.rows_at_once(self.target))])
+
+    @torch.no_grad()
+    def likeliest(self, predictions: Tensor, count: int) -> Tensor:
+        """int64 ``[n, count]``: the tokens that the target's LM head ranks first for ``predictions [n, H]``."""
+        parts = predictions.split(self.rows_at_once(self.target))
+        return torch.cat([self.target(part).topk(count, dim=-1).indices for part in parts])

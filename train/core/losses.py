@@ -26,6 +26,7 @@ class Pairs:
         tokens: int64 ``[n]``, the text's tokens, -1 for one outside ``loss_vocab``; None if the loss needs none.
         latents: ``[S, n, r]``, input of the drafter's correction of its logits, or None.
         confidence: ``[n]``, logits of the estimated acceptance; None if the drafter does not estimate it.
+        previous: int64 ``[n]``, the text's tokens before these; None if the drafter does not read them here.
     """
 
     predictions: Tensor
@@ -34,6 +35,7 @@ class Pairs:
     tokens: Tensor | None = None
     latents: Tensor | None = None
     confidence: Tensor | None = None
+    previous: Tensor | None = None
 
     def at(self, rows: Tensor | slice) -> "Pairs":
         """The pairs of some tokens; ``rows`` is an index, a mask or a slice over n."""
@@ -41,12 +43,13 @@ class Pairs:
         tokens = None if self.tokens is None else self.tokens[rows]
         latents = None if self.latents is None else self.latents[:, rows]
         confidence = None if self.confidence is None else self.confidence[rows]
-        return Pairs(self.predictions[:, rows], self.targets[rows], weights, tokens, latents, confidence)
+        previous = None if self.previous is None else self.previous[rows]
+        return Pairs(self.predictions[:, rows], self.targets[rows], weights, tokens, latents, confidence, previous)
 
     def perfect(self) -> "Pairs":
         """The pairs of a drafter that gives exactly the target's features."""
         predictions = self.targets.expand(len(self.predictions), *self.targets.shape)
-        return replace(self, predictions=predictions, latents=None, confidence=None)
+        return replace(self, predictions=predictions, latents=None, confidence=None, previous=None)
 
 
 def regression_sum(pairs: Pairs) -> Tensor:

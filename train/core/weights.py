@@ -19,6 +19,7 @@ from drafters.hub.checkpoint import (
     load_state,
     save_checkpoint,
 )
+from drafters.methods import drafter_class
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import TrainConfig
@@ -48,7 +49,8 @@ def shape_of(config: TrainConfig) -> HeadShape:
 
 def init_from(task: Task, checkpoint: str) -> None:
     """Replace the new weights by those of a trained drafter of the same target, or of one that it was tuned from (only
-    the shapes have to fit). Its draft vocabulary is not taken over.
+    the shapes have to fit). Its draft vocabulary is not taken over. A head that this method ``extends`` leaves the
+    other parts new.
 
     With ``lora`` it is the base of the adapter, and its draft vocabulary stays.
 
@@ -59,13 +61,16 @@ def init_from(task: Task, checkpoint: str) -> None:
     stored, weights = (load_head if config.lora is None else load_checkpoint)(checkpoint)
     if "base" in stored:
         raise ValueError(f"init_from: {checkpoint} is an adapter itself, of {stored['base']['name']!r}; name that")
-    if stored["drafter_type"] != config.drafter:
+    known = (config.drafter, *config.extends)
+    if stored["drafter_type"] not in known:
         raise ValueError(
             f"init_from: {checkpoint} holds a drafter of type {stored['drafter_type']!r}, and this trains "
-            f"{config.drafter!r}; name one of these"
+            f"{config.drafter!r}; name one of type {' or '.join(map(repr, known))}"
         )
-    theirs, ours = task.drafter.read_section(stored["drafter"], checkpoint)[0].model_dump(), task.head.model_dump()
-    for key in ours:
+    kind: Any = drafter_class(stored["drafter_type"])
+    shape, _ = kind.read_section(stored["drafter"], checkpoint)
+    theirs, ours = shape.model_dump(), task.head.model_dump()
+    for key in (key for key in ours if key in theirs):
         before, now = _typed(theirs[key]), _typed(ours[key])
         if key not in SHOWN and before != now:
             raise ValueError(
@@ -74,6 +79,11 @@ def init_from(task: Task, checkpoint: str) -> None:
             )
     ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
     if config.lora is None:
+        if kind is not task.drafter:
+            with torch.device("meta"):
+                old = kind.build_module(task.ends.config, shape).state_dict()
+            new = task.drafting_module.state_dict()
+            weights = {name: value for name, value in new.items() if name not in old} | weights
         load_state(task.drafting_module, weights, source)
         return
     task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
