@@ -24,6 +24,7 @@ from drafters.loop.call import check_loaded
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.model import head_adapter
+from drafters.model.candidates import add_pair
 from drafters.model.draft_head import DRAFT_IDS, DraftHead, check_ids
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shaper import Shaper
@@ -159,7 +160,7 @@ class LearnedDrafter(Drafter):
 
     @classmethod
     def from_weights(cls, target: TargetModel, weights: dict[str, Tensor], options: dict[str, Any]) -> Self:
-        """A drafter whose module has a copy of ``weights``, and of the draft vocabulary's ids if they are among them.
+        """A drafter whose module has a copy of ``weights``, and of ids and a pair of candidates if they are among them.
 
         Raises:
             ValueError: weights that are not the module's, ids that are no tokens, or wrong options.
@@ -169,6 +170,7 @@ class LearnedDrafter(Drafter):
         if (ids := weights.get(DRAFT_IDS)) is not None:
             check_ids(ids, target.vocab_size, "the checkpoint")
             module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
+        add_pair(module, weights)
         checkpoint.load_state(module, weights)
         return cls(target, module, chosen)
 

@@ -180,5 +180,5 @@ def test_own_lm_heads_draft_with_the_kept_tokens() -> None:
     options = MedusaOptions(tree="chain", draft_vocab=20, draft_text=0)
     cut = MedusaDrafter(target, drafter.module, options)  # type: ignore[arg-type]
     feature = torch.randn(2, 1, target.hidden_size)
-    expected = drafter.head.logits(feature, 4)[..., ids[:20].long()]
-    torch.testing.assert_close(cut.head.logits(feature, 4), expected, atol=1e-4, rtol=1e-4)
+    expected = drafter.head.scores(feature, 4).logits[..., ids[:20].long()]
+    torch.testing.assert_close(cut.head.scores(feature, 4).logits, expected, atol=1e-4, rtol=1e-4)

@@ -21,9 +21,16 @@ class Slots:
 
     Attributes:
         shared: the scores of a slot are the same for all nodes before it.
+        places: ``[B, n, k]`` of the latest scores among ``among`` tokens (candidates); None: they are of all W.
     """
 
     shared = False
+    places: Tensor | None = None
+    among = 0
+
+    def named(self, chosen: Tensor) -> Tensor:
+        """Places among the W of choices ``[B, n, c]`` among the latest scores."""
+        return chosen if self.places is None else self.places.gather(-1, chosen)
 
     def logits(self, depth: int) -> Tensor:
         """``[B, n, W]`` of the tokens after n nodes of one depth (0: the root); n is 1 if they are shared."""
@@ -43,15 +50,16 @@ class Slots:
 
 
 class Marginals(Slots):
-    """Slots whose scores do not depend on each other: ``logits [B, D, W]``."""
+    """Slots whose scores do not depend on each other: ``logits [B, D, W]``, or those at ``places [B, D, k]``."""
 
     shared = True
 
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
+    def __init__(self, logits: Tensor, places: Tensor | None = None, among: int = 0) -> None:
+        self._logits, self._places, self.among = logits, places, among
 
     def logits(self, depth: int) -> Tensor:
         """``[B, 1, W]``."""
+        self.places = None if self._places is None else self._places[:, depth : depth + 1]
         return self._logits[:, depth : depth + 1]
 
     def certainty(self) -> Tensor:
@@ -77,6 +85,9 @@ def fill(slots: Slots, plan: TreePlan, sampling: Sampling, generator: torch.Gene
     q: list[Tensor] = []
     for depth, level in enumerate(plan.levels):
         children, real = children_of(slots.logits(depth), level.children, sampling, generator, q)  # [B, n, children]
+        if slots.places is not None and q:
+            q[-1] = q[-1].new_zeros(*q[-1].shape[:-1], slots.among).scatter_(-1, slots.places, q[-1])
+        children = slots.named(children)
         row = torch.zeros_like(level.parent_row) if slots.shared else level.parent_row
         chosen = children[:, row, level.rank]  # [B, nodes of the level]
         tokens.append(chosen)
@@ -126,6 +137,7 @@ def likeliest(slots: Slots, depth: int, top_k: int, nodes: int) -> DraftTree:
     frontier, first = None, 0
     for level in range(depth):
         step, children = slots.logits(level).float().log_softmax(-1).topk(top_k, dim=-1)  # [B, 1 or n, k]
+        children = slots.named(children)
         if scores is None:
             scores = step.new_zeros(len(step), 1)
             frontier = torch.full_like(children[..., 0], ROOT)

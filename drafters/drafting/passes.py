@@ -35,10 +35,15 @@ def grow_by_passes(
         nodes = [node for node in range(plan.size) if plan.above[node] == level]
         ranks = min(1 + max(plan.ranks[node] for node in nodes), head.width)
         with model_time():
-            features, places, _ = run(features, parents, inputs, cache, ranks, seen, before, None if level else 1)
+            judged = len(inputs) if level else 1
+            features, places, _ = run(features, parents, inputs, cache, ranks, seen, before, judged)
         if level == 0:
             cache.commit_first([len(following)])
             features = features[-1:]
+        if head.candidates is not None:  # ``run`` ended with their inner product
+            scores = head.scored(features)
+            chosen = scores.logits.topk(ranks, dim=-1).indices
+            places = (chosen if scores.places is None else scores.places.gather(-1, chosen)).tolist()
         named = [head.named(some) for some in places]
         tokens += [named[output_row[plan.parents[node]]][plan.ranks[node]] for node in nodes]
         # The next pass extends the nodes that have children.

@@ -17,6 +17,7 @@ from drafters.layouts.files import exportable, kind_of, read_folder
 from drafters.layouts.readme import Exported, readme, sglang, vllm
 from drafters.learned import LearnedDrafter
 from drafters.methods import drafter_class
+from drafters.model.candidates import without_pair
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only
@@ -47,7 +48,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     kind = learned(method)
     _refuse(checkpoint, to, _method_refused(to, kind))
     options = kind.read_section(config["drafter"], source=f"{checkpoint}: options of drafter {method!r}")
-    head = kind.forms.tidied(Trained(checkpoint, *options, weights))
+    head = kind.forms.tidied(Trained(checkpoint, *options, without_pair(weights)))
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
     _refuse(checkpoint, to, kind.forms.why_not(to, head.shape, family))
@@ -73,7 +74,8 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
         calibrated=temperatures is not None,
     )
     _write(out, written, readme(written.config, written.weights, about), temperatures, kind.forms.pickled)
-    return written.notices
+    left_out = ["the pair of candidates is left out: it drafts with all rows of the LM head there"]
+    return [*written.notices, *(left_out if len(without_pair(weights)) < len(weights) else [])]
 
 
 def check(folder: Path, to: str | None = None, target: str | None = None) -> str:

@@ -27,6 +27,7 @@ from drafters.heads.block.module import BlockBackbone, ContextLayer, block_rows
 from drafters.heads.block.shape import BlockShape, DSparkShape
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
+from drafters.model.candidates import CandidateOptions, with_candidates
 from drafters.model.draft_head import own_head, quantize_layers
 from drafters.model.layers import rope_of
 from drafters.model.runner import Part, PartLayer, model_time
@@ -36,7 +37,7 @@ from drafters.policy.shaper import Shaper, by_costs
 from drafters.policy.truncation import Truncation
 
 
-class BlockOptions(Config):
+class BlockOptions(CandidateOptions):
     """Options of a block drafter.
 
     ``tree``: chain; tree: the ``nodes`` likeliest nodes, with at most ``top_k`` candidates of a slot (or of each path,
@@ -70,7 +71,7 @@ class BlockHead(StateHead):
     def __init__(self, target: TargetModel, module: BlockBackbone, options: BlockOptions) -> None:
         super().__init__(target, module, module.shape.layers, module.config, module.shape.reach)
         shape, runner, head = module.shape, target.runner, self.module
-        self.lm_heads = [own_head(target, module, options.draft_dtype)]
+        self.lm_heads = [with_candidates(own_head(target, module, options.draft_dtype), module, options)]
         self.block = runner.part(
             head.layers,
             lambda tokens: head.embedded(target.embed(tokens)),
@@ -112,7 +113,7 @@ class BlockHead(StateHead):
 
     def scored(self, states: Tensor, state: DecodeState) -> Slots:
         """Slots of these states ``[B, D, H]``."""
-        return Marginals(self.lm_head(states))
+        return Marginals(*self.lm_head.scored(states))
 
 
 class MarkovBlock(BlockHead):
@@ -125,7 +126,8 @@ class MarkovBlock(BlockHead):
             quantize_layers(None, options.draft_dtype, self.markov_w2)
 
     def scored(self, states: Tensor, state: DecodeState) -> Slots:
-        return MarkovSlots(self, self.lm_head(states), states, state.roots)
+        logits, places, among = self.lm_head.scored(states)
+        return MarkovSlots(self, logits, states, state.roots, places, among)
 
 
 class MarkovSlots(Slots):
@@ -134,10 +136,20 @@ class MarkovSlots(Slots):
     Args:
         logits: ``[B, D, W]`` of the backbone, before the correction. states: ``[B, D, H]`` of the slots.
         anchors: ``[B, 1]``, the last committed tokens.
+        places: ``[B, D, k]`` of the logits among ``among`` tokens; None: they are of all W.
     """
 
-    def __init__(self, head: MarkovBlock, logits: Tensor, states: Tensor, anchors: Tensor) -> None:
+    def __init__(
+        self,
+        head: MarkovBlock,
+        logits: Tensor,
+        states: Tensor,
+        anchors: Tensor,
+        places: Tensor | None = None,
+        among: int = 0,
+    ) -> None:
         self._head, self._logits, self._states = head, logits, states
+        self._places, self.among = places, among
         self._module: DSparkHead = head.module
         self._tokens, self._memory = anchors, self._module.markov_head.no_memory(states[:, :1])
         self._previous: list[Tensor] = []  # by slot, the tokens before it
@@ -148,10 +160,18 @@ class MarkovSlots(Slots):
         states = self._states[:, depth : depth + 1].expand(-1, self._tokens.shape[1], -1)
         with model_time():
             latent, self._memory = self._module.markov_head.step(self._tokens, states, self._memory)
-            corrected = self._logits[:, depth : depth + 1] + self._head.markov_w2(latent)
+            corrected = self._logits[:, depth : depth + 1] + self._correction(depth, latent)
         self._previous.append(self._tokens)
         self._corrected.append(corrected)
         return corrected
+
+    def _correction(self, depth: int, latent: Tensor) -> Tensor:
+        """``W2`` of ``latent [B, n, r]``, ``[B, n, W]``, or of the candidates only."""
+        if self._places is None:
+            return self._head.markov_w2(latent)
+        places = self._places[:, depth]  # [B, k]
+        self.places = places[:, None].expand(-1, latent.shape[1], -1)
+        return latent @ self._module.markov_head.markov_w2.weight[places].transpose(-1, -2)
 
     def follow(self, tokens: Tensor, parents: Tensor) -> None:
         """As the base class; the nodes take over their parents' memory of the rnn."""

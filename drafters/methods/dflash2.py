@@ -26,10 +26,11 @@ class SelectorBlock(BlockHead):
 
     @property
     def choices(self) -> int:
-        return int(self.module.shape.selector_top_k)
+        return min(int(self.module.shape.selector_top_k), self.lm_head.width)
 
     def scored(self, states: Tensor, state: DecodeState) -> Slots:
-        return SelectorSlots(self.module.candidate_selector, self.lm_head(states), states, state.roots, self.choices)
+        selector, scores = self.module.candidate_selector, self.lm_head.scored(states)
+        return SelectorSlots(selector, scores.logits, states, state.roots, self.choices, scores.places, scores.among)
 
 
 class SelectorSlots(Slots):
@@ -38,14 +39,23 @@ class SelectorSlots(Slots):
     Args:
         logits: ``[B, D, V]`` of the LM head. states: ``[B, D, H]`` of the slots.
         anchors: ``[B, 1]``, the last committed tokens. count: candidates of a slot.
+        places: ``[B, D, n]`` of the logits among ``among`` tokens; None: they are of all V.
     """
 
     def __init__(
-        self, selector: CandidateSelector, logits: Tensor, states: Tensor, anchors: Tensor, count: int
+        self,
+        selector: CandidateSelector,
+        logits: Tensor,
+        states: Tensor,
+        anchors: Tensor,
+        count: int,
+        places: Tensor | None = None,
+        among: int = 0,
     ) -> None:
         self._selector, self._states, self._previous = selector, states, anchors
-        self._unary, self._candidates = logits.topk(count, dim=-1)  # [B, D, k]
-        self._width = logits.shape[-1]
+        self._unary, chosen = logits.topk(count, dim=-1)  # [B, D, k]
+        self._candidates = chosen if places is None else places.gather(-1, chosen)
+        self._width = among or logits.shape[-1]
         self._scored: list[Tensor] = []
 
     def logits(self, depth: int) -> Tensor:

@@ -33,6 +33,7 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
 from drafters.model import backend
+from drafters.model.candidates import CandidateOptions, with_candidates
 from drafters.model.draft_head import DraftHead, DraftHeadOptions, listed_head, own_head, quantize_layers
 from drafters.model.layers import rope_of
 from drafters.model.rows import CHAIN, Rows, Scope
@@ -65,11 +66,11 @@ class TreeOptions(Config):
     acceptance: dict[Way, list[list[Probability]]] | None = None
 
 
-class EagleOptions(TreeOptions, DraftHeadOptions):
+class EagleOptions(TreeOptions, DraftHeadOptions, CandidateOptions):
     """Options of the EAGLE drafter."""
 
 
-class Eagle3Options(TreeOptions):
+class Eagle3Options(TreeOptions, CandidateOptions):
     """Options of the EAGLE-3 drafter. ``draft_dtype``: draft with an int8 copy of the head's layer and LM head."""
 
     draft_dtype: Literal["int8"] | None = None
@@ -130,7 +131,8 @@ class FeatureSlots(Slots):
 
     def logits(self, depth: int) -> Tensor:
         self._depth = depth
-        return self._head.lm_head(self._predicted)
+        logits, self.places, self.among = self._head.lm_head.scored(self._predicted)
+        return logits
 
     def follow(self, tokens: Tensor, parents: Tensor) -> None:
         # The head takes a node's token and the feature predicted for its parent.
@@ -160,7 +162,7 @@ class EagleFeatures(FeatureHead):
     is its children's input."""
 
     def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
-        lm_head, width = listed_head(target, module, options), target.hidden_size
+        lm_head, width = with_candidates(listed_head(target, module, options), module, options), target.hidden_size
         self.inputs, self._width = module.shape.inputs, width
         fc = target.runner.linear(module.fc) if module.shape.has_fc else None
         unshifted = self.inputs == UNSHIFTED
@@ -197,7 +199,7 @@ class Eagle3Features(FeatureHead):
     """EAGLE-3's head: ``fc`` fuses the true states; predicted features are fed back as they are."""
 
     def __init__(self, target: TargetModel, module: Eagle3Head, options: Eagle3Options) -> None:
-        lm_head, runner = own_head(target, module, options.draft_dtype), target.runner
+        lm_head, runner = with_candidates(own_head(target, module, options.draft_dtype), module, options), target.runner
         norm, shape = runner.norm(module.norm), module.shape
         if not shape.norm_output:
             lm_head.enter = norm

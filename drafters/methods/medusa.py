@@ -24,7 +24,8 @@ from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of
 from drafters.loop.tree import DraftTree
-from drafters.model.draft_head import DraftHeadOptions, listed_head, quantize_layers
+from drafters.model.candidates import CandidateOptions, with_candidates
+from drafters.model.draft_head import DraftHeadOptions, Scores, listed_head, quantize_layers
 from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import Hazards, Probability, Rates, Way, likeliest
@@ -34,7 +35,7 @@ from drafters.policy.shaper import Shaper, by_costs
 PRIOR = [[0.5, 0.25, 0.17, 0.13, 0.1, 0.08, 0.07, 0.06], [0.3, 0.16, 0.12, 0.09, 0.07, 0.06, 0.05, 0.05]]
 
 
-class MedusaOptions(DraftHeadOptions):
+class MedusaOptions(DraftHeadOptions, CandidateOptions):
     """Options of the Medusa drafter.
 
     ``tree``: chain drafts the first choice of each head; static a fixed tree, ``paths`` or the likeliest ``nodes`` by
@@ -67,7 +68,8 @@ class ParallelHeads(Head):
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
         super().__init__(target, module)
         lm_heads: list[nn.Linear | None] = [*module.lm_heads()] or [None]
-        self.lm_heads = [listed_head(target, module, options, each) for each in lm_heads]
+        heads = [listed_head(target, module, options, each) for each in lm_heads]
+        self.lm_heads = [with_candidates(each, module, options) for each in heads]
         # The first blocks of all heads read the same feature and are one product.
         linear, blocks, width = target.runner.linear, module.blocks(), target.hidden_size
         first = nn.Linear(width, len(module) * width, device="meta")
@@ -91,7 +93,7 @@ class ParallelHeads(Head):
         self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
 
     def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
-        return Marginals(self.logits(self._feature, len(self.module) if plan is None else len(plan.levels)))
+        return Marginals(*self.scores(self._feature, len(self.module) if plan is None else len(plan.levels)))
 
     def states(self, feature: Tensor) -> Tensor:
         """Features ``[B, 1, H]`` -> states of the heads ``[B, K, H]``; as ``MedusaHeads.forward``."""
@@ -106,13 +108,13 @@ class ParallelHeads(Head):
                 each.append(state)
             return torch.stack(each, dim=1)
 
-    def logits(self, feature: Tensor, depth: int) -> Tensor:
+    def scores(self, feature: Tensor, depth: int) -> Scores:
         """Logits ``[B, depth, W]`` of the first ``depth`` heads, over the draft vocabulary."""
         states = self.states(feature)[:, :depth]
         if len(self.lm_heads) == 1:
-            return self.lm_heads[0](states)
+            return self.lm_head.scored(states)
         pairs = zip(self.lm_heads, states.unbind(1), strict=False)
-        return torch.stack([head(state) for head, state in pairs], dim=1)
+        return Scores(torch.stack([head(state) for head, state in pairs], dim=1))
 
 
 class MedusaDrafter(LearnedDrafter):

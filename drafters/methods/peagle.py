@@ -21,13 +21,14 @@ from drafters.heads.peagle.shape import PEagleShape
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
 from drafters.methods.eagle import Eagle3Features
+from drafters.model.candidates import CandidateOptions
 from drafters.model.runner import model_time
 from drafters.model.target import TargetModel
 from drafters.policy.shape import PRIOR
 from drafters.policy.shaper import Shaper, by_costs
 
 
-class PEagleOptions(Config):
+class PEagleOptions(CandidateOptions):
     """Options of a P-EAGLE drafter.
 
     ``tree``: chain; tree: the ``nodes`` likeliest nodes, with at most ``top_k`` candidates of a slot; auto: the chain
@@ -60,7 +61,7 @@ class ParallelFeatures(Eagle3Features):
                 feature = self.module.masked().expand(state.batch, self.depth - 1, -1)
             rest = self.extend(feature, self._masks.expand(state.batch, -1))
             predicted = torch.cat([predicted, rest], dim=1)
-        return Marginals(self.lm_head(predicted))
+        return Marginals(*self.lm_head.scored(predicted))
 
 
 class PEagleDrafter(LearnedDrafter):

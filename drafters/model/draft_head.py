@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub.errors import EntryNotFoundError
@@ -24,7 +24,6 @@ from drafters.config import Amount, Config, Vocabulary
 from drafters.model.fused import FusedLayer
 from drafters.model.linear import Product, draft_dtype
 from drafters.model.runner import Part, Transform, identity, model_time
-from drafters.model.stock import LogitChange
 from drafters.model.target import TargetModel
 from drafters.model.weights import fetch
 
@@ -49,6 +48,14 @@ class DraftHeadOptions(Config):
     draft_dtype: Literal["int8"] | None = None
 
 
+class Scores(NamedTuple):
+    """Logits ``[..., k]`` of the tokens at ``places [..., k]`` among ``among`` tokens; places None: of all of them."""
+
+    logits: Tensor
+    places: Tensor | None = None
+    among: int = 0
+
+
 class DraftHead:
     """Features -> logits over ``width`` tokens. Choices are places in these logits; ``tokens`` maps them to token ids.
 
@@ -58,9 +65,11 @@ class DraftHead:
 
     Attributes:
         enter: transform of the features before the LM head.
+        candidates: those of its tokens that drafts score (``Candidates``); None: all.
     """
 
     enter: Transform = staticmethod(identity)
+    candidates: Any = None
 
     def __init__(
         self,
@@ -78,14 +87,11 @@ class DraftHead:
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._names: list[int] = [] if ids is None else ids.tolist()
         self._product: Product | None = None
-        self._change: LogitChange | None = None
         self._text: TextTokens | None = None
+        self._own, self._change = lm_head, None if lm_head is not None else model.logit_change
         quantization = draft_dtype(dtype, model.device)
         if ids is None and quantization is None and lm_head is None:
             return
-        head = lm_head or model.model.get_output_embeddings()
-        self._change = None if lm_head is not None else model.logit_change
-        self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
         reduced = lm_head is not None and lm_head.out_features < rows
         weight, bias = self._outputs(None if reduced else self.ids)
         self._product = Product(weight, bias, changing=text)
@@ -104,6 +110,24 @@ class DraftHead:
             logits = self._product(features)
         return logits if self._change is None else self._change(logits)
 
+    @property
+    def whole_head(self) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[W, H]`` and bias of the LM head."""
+        head: Any = self._own or self.model.model.get_output_embeddings()
+        return head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+    def scored(self, features: Tensor) -> Scores:
+        """Logits of the candidates of features ``[..., H]``; without candidates, of all tokens.
+
+        Many features have more candidates than the LM head has rows; then the whole LM head is the smaller read.
+        """
+        known = self.candidates
+        among = len(self.whole_head[0])
+        if known is None or features[..., 0].numel() * known.count >= among:
+            return Scores(self(features))
+        logits, places = known(self.enter(features))
+        return Scores(logits if self._change is None else self._change(logits), places, among)
+
     def read(self, rows: Sequence[list[int]]) -> None:
         """Take in the text of each sequence, whose tokens this head's last rows are: before anything is drafted."""
         if self._text is None or not (changed := self._text.read(rows)):
@@ -118,7 +142,7 @@ class DraftHead:
     def _outputs(self, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the whole head's outputs for these tokens, or for all."""
         weight, bias = (
-            part if part is None or tokens is None else part[tokens.to(part.device)] for part in self._whole_head
+            part if part is None or tokens is None else part[tokens.to(part.device)] for part in self.whole_head
         )
         assert weight is not None
         return weight.to(self.model.device), None if bias is None else bias.to(self.model.device)
@@ -139,9 +163,11 @@ class DraftHead:
 
     @property
     def product(self) -> Any:
-        """The product that a call is; None where it is not one of these."""
+        """The product that a call is, or begins with (candidates); None where it is not one of these."""
         if self.enter is not identity or self.model.logit_change is not None:
             return None
+        if self.candidates is not None:
+            return self.candidates.inner
         return self._product if self._product is not None else self.model.lm_product
 
     def spread(self, q: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drafters.common.paths import ADAPTER_CONFIG_FILE
 from drafters.hub.checkpoint import load_checkpoint
+from drafters.model.candidates import without_pair
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.loading import adapter_config, merge_adapter
 
@@ -59,7 +60,7 @@ def load_head(
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """A hash of a drafter's weights as they are saved; which tokens it drafts with is not part of it."""
     digest = hashlib.sha256()
-    for name, value in sorted(weights.items()):
+    for name, value in sorted(without_pair(weights).items()):
         if name != DRAFT_IDS:
             digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
             digest.update(value.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())

@@ -20,6 +20,7 @@ from drafters.hub.checkpoint import (
     save_checkpoint,
 )
 from drafters.methods import drafter_class
+from drafters.model.candidates import without_pair
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import TrainConfig
@@ -49,8 +50,8 @@ def shape_of(config: TrainConfig) -> HeadShape:
 
 def init_from(task: Task, checkpoint: str) -> None:
     """Replace the new weights by those of a trained drafter of the same target, or of one that it was tuned from (only
-    the shapes have to fit). Its draft vocabulary is not taken over. A head that this method ``extends`` leaves the
-    other parts new.
+    the shapes have to fit). Its draft vocabulary and candidates are not taken over. A head that this method ``extends``
+    leaves the other parts new.
 
     With ``lora`` it is the base of the adapter, and its draft vocabulary stays.
 
@@ -77,6 +78,7 @@ def init_from(task: Task, checkpoint: str) -> None:
                 f"init_from: the head in {checkpoint} has {key}: {before}, and this trains one with {key}: {now}; "
                 f"set head.{key}={before}, or another init_from"
             )
+    weights = without_pair(weights)  # of the LM head before training
     ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
     if config.lora is None:
         if kind is not task.drafter:

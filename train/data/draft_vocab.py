@@ -96,7 +96,9 @@ def add_frequent_tokens(options: argparse.Namespace) -> None:
     counts = count(options.data, vocab, name, revision, options.chat_template)
     ids = most_frequent(counts, options.size)
     if trained:  # it drafts with all of them by default
-        config["drafter"]["draft_vocab"] = len(ids)
+        config["drafter"] |= {"draft_vocab": len(ids)} | (
+            {"candidates": None} if "candidates" in config["drafter"] else {}
+        )
         checkpoint.save_checkpoint(folder, weights | {DRAFT_IDS: ids}, config, dtype=None)
     else:
         replace_text(folder / DRAFT_IDS_FILE, json.dumps(ids.tolist()) + "\n")
