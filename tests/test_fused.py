@@ -10,6 +10,7 @@ import tiny
 import torch
 from conformance import prompt
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from drafters import TargetModel
@@ -39,31 +40,35 @@ def build(family: str) -> PreTrainedModel:
     return model.eval()
 
 
+def forwards(target: TargetModel) -> list[Tensor]:
+    """Features, states and logits of prompts, trees, chains and layers in two parts, of a batch and of one sequence."""
+    cache, alone = target.new_cache(2, 40), target.new_cache(1, 40)
+    ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3], device=target.device)  # rows start at different slots
+    new = torch.tensor([prompt(8, 2), prompt(8, 3)], device=target.device)
+    see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors().to(target.device)
+    outputs = [target.run(ids, cache).features[1, :9]]
+    cache.commit_first([12, 9])
+    tree = target.run(new, cache, Rows(see, see.sum(-1) - 1), taps=(0, 2, 4))
+    outputs += [tree.features, *tree.taps.values()]
+    cache.commit([[0, 1, 3], [0]])
+    outputs.append(target.run(new[:, :1], cache).features)
+    outputs.append(target.run(new[:, 1:4], cache, Rows(offset=1)).features)  # a chain after an uncommitted row
+    shallow = [target.shallow(new[:, i : i + 1], cache, 2, Rows(offset=i)) for i in range(3)]
+    outputs.append(target.run(torch.cat(shallow, dim=1), cache, start=2).features)
+    outputs.append(target.run(new[:, :7], cache, Rows(see[:, :7, :7], (see.sum(-1) - 1)[:, :7])).features)
+    target.run(ids[:1], alone)
+    alone.commit_first([12])
+    return [*outputs, target.run(new[:1, :3], alone).features, target.lm_head(target.run(new[:1, :1], alone).features)]
+
+
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *MORE])
 def test_fused_equals_stock(family: str) -> None:
     """Catches a wrong sign in RoPE, biases left out, rows that attend with another head's keys, windows forgotten."""
     model = build(family)
-    outputs = []
-    for engine in ("stock", "fused"):
-        target = TargetModel(model, engine=engine)  # type: ignore[arg-type]
-        assert target.engine == engine
-        cache = target.new_cache(2, 40)
-        ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3])  # unequal lengths: rows start at different slots
-        found = [target.run(ids, cache).features[1, :9]]
-        cache.commit_first([12, 9])
-        see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors()
-        new = torch.tensor([prompt(8, 2), prompt(8, 3)])
-        found.append(target.run(new, cache, Rows(see, see.sum(-1) - 1), taps=(0, 2, 4)).taps[4])
-        cache.commit([[0, 1, 3], [0]])
-        found.append(target.run(new[:, :1], cache).features)
-        found.append(target.run(new[:, 1:4], cache, Rows(offset=1)).features)  # a chain after an uncommitted row
-        alone = target.new_cache(1, 40)
-        target.run(ids[:1], alone)
-        alone.commit_first([12])
-        found += [target.run(new[:1, :3], alone).features, target.lm_head(target.run(new[:1, :1], alone).features)]
-        outputs.append(found)
-    for stock, fused in zip(*outputs, strict=True):
-        torch.testing.assert_close(fused, stock, atol=2e-4, rtol=1e-3)
+    fused, stock = TargetModel(model, engine="fused"), TargetModel(model, engine="stock")
+    assert (fused.engine, stock.engine) == ("fused", "stock")
+    for ours, theirs in zip(forwards(fused), forwards(stock), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
 
 
 def test_weights_are_shared_not_copied(tmp_path: Path) -> None:

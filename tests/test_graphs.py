@@ -11,12 +11,12 @@ import tiny
 import torch
 from conformance import NO_EOS, checked_commits, prompt, rows_of
 from rigged import eagle, kangaroo, perturbed
+from test_fused import forwards
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.loop.tree import ROOT, DraftTree
+from drafters.loop.tree import ROOT
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
-from drafters.model.rows import Rows
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,24 +34,7 @@ shared_targets = lru_cache(targets)  # graphs captured for one drafter are there
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_graphs_equal_fused(family: str) -> None:
     """Catches slots, positions or windows off by padding, buffers left from the step before, taps overwritten."""
-    outputs = []
-    for target in targets(family):
-        cache = target.new_cache(2, 40)
-        ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3], device=DEVICE)
-        target.run(ids, cache)
-        cache.commit_first([12, 9])
-        see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors().to(DEVICE)
-        new = torch.tensor([prompt(8, 2), prompt(8, 3)], device=DEVICE)
-        tree = target.run(new, cache, Rows(see, see.sum(-1) - 1), taps=(0, 2, 4))
-        found = [tree.features, *tree.taps.values()]
-        cache.commit([[0, 1, 3], [0]])
-        found.append(target.run(new[:, :1], cache).features)
-        found.append(target.run(new[:, 1:4], cache, Rows(offset=1)).features)  # a chain after an uncommitted row
-        shallow = [target.shallow(new[:, i : i + 1], cache, 2, Rows(offset=i)) for i in range(3)]
-        found.append(target.run(torch.cat(shallow, dim=1), cache, start=2).features)
-        found.append(target.run(new[:, :7], cache, Rows(see[:, :7, :7], (see.sum(-1) - 1)[:, :7])).features)
-        outputs.append(found)
-    for fused, graphs in zip(*outputs, strict=True):
+    for fused, graphs in zip(*map(forwards, targets(family)), strict=True):
         torch.testing.assert_close(graphs, fused, atol=2e-4, rtol=1e-3)
 
 
