@@ -12,7 +12,7 @@ from block_reference import markov_bias
 from test_train_dflash import BLOCK, own_text, reference
 from torch import Tensor
 
-from drafters import TargetModel, generate, load_drafter
+from drafters import TargetModel
 from train.core import losses
 from train.core.losses import Pairs, TextTokens, divergence_sum
 from train.core.task import make_task
@@ -116,17 +116,11 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
     """Catches a Markov head that stays as it was, a checkpoint that drafts with another layout, missing figures."""
     learning = {"steps": 25, "warmup_steps": 3, "tau_every": 25, "tau_new_tokens": 8}
-    run: Any = tiny_run.train_here("dspark", settings | learning | more)
-    rows = read_metrics(run.config.out)
-    each = [row["loss"] for row in rows if "loss" in row]
-    assert each[-1] < 0.95 * each[0]
-    seen = {name for row in rows for name in row}
+    _, seen, drafter = tiny_run.learned("dspark", settings | learning | more, target, 0.95)
     assert {"heldout_confidence_loss", "heldout_confidence_error", "heldout_slot_5_top1", "heldout_tau_tree"} <= seen
-    drafter: Any = load_drafter(run.config.out, target)
     shape = drafter.module.shape
     assert shape.layout == "anchor-first" and shape.markov_head == more.get("markov_head", "vanilla")
     assert float(drafter.module.markov_head.markov_w2.weight.std()) > 0.03  # it began with 0.02
-    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
 
 
 def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters import TargetModel, generate, load_drafter
+from drafters import TargetModel, load_drafter
 from drafters.layouts.convert import convert
 from drafters.layouts.export import export
 from train.core.task import make_task
 from train.core.weights import draft_with
 from train.data.packing import collate
-from train.run.files import check_run_folder, read_metrics
+from train.run.files import check_run_folder
 from train.run.inputs import open_inputs
 
 TAPS = (tiny_run.TAP,)
@@ -38,14 +38,8 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 @pytest.mark.parametrize("more", LEARNS)
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
     """Catches a loss that does not reach the head, an LM head left as it was, an export that drafts otherwise."""
-    out = Path(settings["out"])
-    run = tiny_run.train_here("eagle3", settings | LEARNING | more)
-    rows = read_metrics(out)
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses[-1] < 0.9 * losses[0]
-    seen = {name for row in rows for name in row}
+    run, seen, drafter = tiny_run.learned("eagle3", settings | LEARNING | more, target, 0.9)
     assert {f"heldout_step_{n}_top1" for n in range(3)} | {"heldout_0-alpha", "heldout_tau"} <= seen
-    drafter: Any = load_drafter(str(out), target)
     assert drafter.module.shape.sliding_window == more.get("sliding_window")
     assert drafter.taps == TAPS and drafter.lm_head.width == more.get("draft_vocab", tiny.VOCAB_SIZE)
     if "draft_vocab" in more:
@@ -54,8 +48,7 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert drafter.settings.tree == "auto" and drafter.shaper.depth == 3  # not 8: it was trained on 3 steps
     for deeper in ({"tree": "chain", "depth": 4}, {"tree": "static"}):
         with pytest.warns(UserWarning, match="trained on 3 steps"):
-            load_drafter(str(out), target, **deeper)
-    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
+            load_drafter(settings["out"], target, **deeper)
 
 
 def test_taps_that_the_target_decides_are_those_of_the_run(settings: dict[str, Any]) -> None:

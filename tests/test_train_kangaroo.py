@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 import torch
 
-from drafters import TargetModel, generate, load_drafter
+from drafters import TargetModel, load_drafter
 from train.run.files import read_metrics
 from train.watch.flops import row_flops
 
@@ -30,17 +30,14 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel) -> None:
     """The adapter trained on other states than it reads when drafting, or an export without its exit layer."""
+    more = {"steps": 60, "warmup_steps": 5, "precision": "bf16"}
+    _, _, drafter = tiny_run.learned("kangaroo", settings | more, target, 0.9)
     out = Path(settings["out"])
-    tiny_run.train_here("kangaroo", {**settings, "steps": 60, "warmup_steps": 5, "precision": "bf16"})
     rows = read_metrics(out)
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses[-1] < 0.9 * losses[0]
     assert 0 < rows[-1]["heldout_expected_acceptance"] < 1
     assert 0 <= rows[-1]["heldout_top1_agreement"] <= 1
     assert json.loads((out / "config.json").read_text())["drafter"]["exit_layer"] == tiny_run.TAP
-    drafter = load_drafter(str(out), target)
     assert drafter.taps == (tiny_run.TAP,)
-    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

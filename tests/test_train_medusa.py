@@ -9,7 +9,7 @@ import tiny_run
 import torch
 
 from data_prep.store.reader import FeatureStore
-from drafters import TargetModel, generate, load_drafter
+from drafters import TargetModel
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
 from train.configs import MedusaConfig
@@ -91,7 +91,6 @@ def test_held_out_figures_by_head(folder: Path, store: FeatureStore, ends: Froze
 @pytest.mark.parametrize("own", [False, True])
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, own: bool) -> None:
     """Catches heads without a gradient, LM heads that do not begin as the target's, an export that does not load."""
-    out = Path(settings["out"])
     values: dict[str, Any] = {"steps": 60, "warmup_steps": 5, "own_lm_heads": own}
     values |= {"precision": "float32" if own else "bf16"} | {
         "tau_every": 60,
@@ -99,18 +98,15 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
         "tau_new_tokens": 8,
         "labels": "tokens",
     }
-    run = tiny_run.train_here("medusa", {**settings, **values})
+    run, _, drafter = tiny_run.learned("medusa", settings | values, target, 0.95)
+    out = Path(settings["out"])
     rows = read_metrics(out)
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses[-1] < 0.95 * losses[0]
     assert rows[0]["heldout_head_1_loss"] == pytest.approx(rows[0]["heldout_head_2_loss"], rel=0.2)  # as the target's
     names = {"heldout_tau", "heldout_tau_tree", "heldout_head_3_top1", "heldout_top1_at_0-15"}
     assert names <= {name for row in rows[-2:] for name in row}
     options = json.loads((out / "config.json").read_text())["drafter"]
     assert options == {"heads": HEADS, "layers": 1, "own_lm_heads": own}
-    drafter = load_drafter(str(out), target)
     assert isinstance(drafter, MedusaDrafter) and len(drafter.head.lm_heads) == (HEADS if own else 1)
-    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
     if own:
         began, given = make_task(run.config, run.task.ends).heads.drafter_heads, run.task.ends.lm_head.weight
         assert all(torch.equal(head.weight, given) for head in began)

@@ -21,7 +21,7 @@ import yaml
 
 from data_prep.store.reader import StoreManifest
 from data_prep.store.writer import Shard, StoreWriter
-from drafters import TargetModel
+from drafters import TargetModel, generate, load_drafter
 from drafters.cli.program import leave
 from drafters.config import validate
 from train.configs import schema_of
@@ -32,7 +32,7 @@ from train.core.task import Task, make_task
 from train.data.packing import Batch
 from train.preflight import command as command_line
 from train.run import picture
-from train.run.files import check_run_folder
+from train.run.files import check_run_folder, read_metrics
 from train.run.inputs import open_inputs
 from train.run.loop import TrainRun
 
@@ -272,6 +272,18 @@ def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> Train
     made = TrainRun(make_task(config, inputs.ends), inputs, ranks, resume, [])
     made.train()
     return made
+
+
+def learned(kind: str, values: dict[str, Any], target: TargetModel, below: float) -> tuple[Any, set[str], Any]:
+    """Train: the loss falls below ``below`` times the first. Return the run, all names of its metrics, and the drafter
+    that it leaves, which drafts."""
+    run = train_here(kind, values)
+    rows = read_metrics(run.config.out)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < below * losses[0], losses
+    drafter = load_drafter(str(run.config.out), target)
+    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
+    return run, {name for row in rows for name in row}, drafter
 
 
 def losses_of(task: Task, batch: Batch, seed: int | None = None, module: Any = None) -> dict[str, torch.Tensor]:
