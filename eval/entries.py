@@ -123,7 +123,6 @@ class StockEntry(Config):
         None, ge=1, description="draft tokens per step at any confidence; None: transformers' defaults"
     )
     prompt_lookup_num_tokens: DraftSize | None = Field(None, ge=1, description="tokens copied from the text per step")
-    max_matching_ngram_size: Length | None = Field(None, ge=1, description="of prompt lookup; None: the default")
 
     @property
     def remembers(self) -> bool:
@@ -134,12 +133,8 @@ class StockEntry(Config):
     def _check(self) -> Self:
         if (self.assistant_model is None) == (self.prompt_lookup_num_tokens is None):
             raise ValueError(f"{self.label}: give either assistant_model or prompt_lookup_num_tokens")
-        for key, needed in (
-            ("num_assistant_tokens", "assistant_model"),
-            ("max_matching_ngram_size", "prompt_lookup_num_tokens"),
-        ):
-            if getattr(self, key) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{self.label}: {key} needs {needed}")
+        if self.num_assistant_tokens is not None and self.assistant_model is None:
+            raise ValueError(f"{self.label}: num_assistant_tokens needs assistant_model")
         return self
 
 

@@ -16,8 +16,8 @@ from eval.report.changes import compare
 from eval.report.changes import page as compare_page
 from eval.report.page import setting
 from eval.report.pairs import COLUMNS
-from eval.report.remarks import statements, warnings
-from eval.report.sections import _by_context, _categories, _two_engines, columns_of
+from eval.report.remarks import fastest, statements, warnings
+from eval.report.sections import _acceptance, _by_batch, _categories, _two_engines, columns_of
 from eval.report.series import _tables
 from eval.rooflines.shape_page import markdown as roofline_page
 from eval.rooflines.shape_page import median_of
@@ -54,10 +54,6 @@ def test_sections_of_a_speed_report() -> None:
     (section,) = [one for one in _categories([FIGURES | {"categories": kinds}]) if one.rows]
     assert section.head == ["drafter", "T", "a (2)", "b (5)"]
     assert section.rows == [["D (lossy)", "0.5", "1.50x (3.25)", "0.75x (-)"]]
-    bins = [{"from": 8, "to": 15, "tau": 2.25}, {"from": 1024, "to": 2047, "tau": 3.125}]
-    rows = [FIGURES | {"by_context": bins}, FIGURES | {"drafter": "E", "by_context": bins[1:]}]
-    assert _by_context(rows).head[3:] == ["8 to 15", "1,024 to 2,047"]
-    assert [row[3:] for row in _by_context(rows).rows] == [["2.25", "3.12"], ["-", "3.12"]]
     ours = FIGURES | {"steps": 98, "n_alpha": [0.5], "tau_ci": [2.0, 2.25]}
     engine = ours | {"drafter": "V", "engine": "vllm", "beside": "D", "n_alpha": [0.6], "steps": 1098, "tau": 2.5}
     engine["tau_ci"] = None
@@ -312,3 +308,48 @@ def test_columns_of_a_roofline() -> None:
     taken = [{"a": 1.0, "b": None}, {"a": 5.0, "b": None}, {"a": 2.0, "b": None}]
     assert median_of(taken) == {"a": 2.0, "b": None}
     assert median_of([*taken, {"missing": "x"}]) == {"missing": "x"}
+
+
+def line_of(speed: float, tau: float, **grid: int) -> dict[str, Any]:
+    at = {"entry": "O", "drafter": "O", "temperature": 0.0, "batch": 1, "lossless": True, "stock": False}
+    return at | {"grid": grid or None, "tokens_per_second": speed, "tau": tau, "speedup": None}
+
+
+def test_acceptance_by_position_has_every_drafter_that_drafts() -> None:
+    """Catches rows of dashes for plain decoding and stock generation, and columns mixed up."""
+    told = line_of(1.0, 2.5) | {
+        "tau_by_prompt": 2.25,
+        "n_alpha": [0.8, 0.5],
+        "joint_alpha": [0.75, 0.375],
+        "ctar": [0.7],
+    }
+    plain, stock = told | {"joint_alpha": []}, told | dict.fromkeys(("joint_alpha", "n_alpha", "ctar", "tau"))
+    assert _acceptance([plain, told, stock]).rows == [["O", "0", "1", "2.50", "2.25", "0.80 0.50", "0.75 0.38", "0.70"]]
+
+
+def test_speeds_by_batch_size() -> None:
+    """Catches another batch size's speed, and a method's row overwritten where it decodes fewer sizes."""
+    rows = [line_of(4.0 * batch, 2.0) | {"batch": batch, "speedup": 1.5} for batch in (1, 2)]
+    report = {"environment": {"batch": [1, 2, 4]}, "rows": [*rows, rows[0] | {"drafter": "P"}], "throughput": []}
+    assert _by_batch(report).rows == [
+        ["O", "0", "4.0 (1.50x)", "8.0 (1.50x)", "-"],
+        ["P", "0", "4.0 (1.50x)", "-", "-"],
+    ]
+    assert not _by_batch({"environment": {"batch": 1}, "rows": rows}).rows
+
+
+def test_the_fastest_lossless_method_is_named() -> None:
+    """Catches the slowest, a lossy one or another batch size's, and a temperature without a sentence."""
+    base = {"drafted_per_step": 3.0, "speedup_ci": [1.0, 2.0]}
+    rows = [line_of(10.0 * speedup, 2.0) | base | {"drafter": name, "speedup": speedup}
+            for name, speedup in (("slow", 1.2), ("fast", 1.5), ("lossy", 1.9), ("batched", 1.8))]  # fmt: skip
+    rows[2]["lossless"], rows[3]["batch"] = False, 4
+    plain = line_of(10.0, 1.0) | {"drafted_per_step": 0.0, "speedup": 1.0}
+    report = {"environment": {"target": {"name": "a/b"}}, "rows": rows}
+    report["baseline"] = {"temperatures": [plain, plain | {"temperature": 1.0}]}
+    first, second = fastest(report)
+    assert first == (
+        "greedy: the fastest lossless method, fast, has a speedup of 1.50x [1.00, 2.00]: 15.0 instead of 10.0 tokens/s "
+        "from b"
+    )
+    assert second == "temperature 1: no lossless method was measured beside plain decoding"

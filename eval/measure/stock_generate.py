@@ -66,7 +66,7 @@ def stock_method(
 
 def _settings(temperature: float, limits: Limits, entry: StockEntry | None) -> GenerationConfig:
     warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
-    lookup = entry.model_dump(include={"prompt_lookup_num_tokens", "max_matching_ngram_size"}) if entry else {}
+    lookup = entry.model_dump(include={"prompt_lookup_num_tokens"}) if entry else {}
     return GenerationConfig(
         max_new_tokens=limits.max_new_tokens,
         do_sample=temperature > 0,

@@ -40,7 +40,6 @@ EXPLANATION = """\
   draft models and trained heads): pools, trees, masks, acceptance rules; **overhead**: its share.
 - **prefill**: milliseconds per prompt or batch until the first token, with the drafter's pass over the prompt. *end to
   end* contains it, no other column does.
-- **tau by the tokens before a step**: prompt and answer so far, in bins by power of two with at least 20 steps.
 - **draft vocabulary**: if a drafter's is pruned, the share of its outputs' tokens that are in it.
 - **stock generate**: transformers' `generate`, counted in the same way. If sampled, it draws other tokens than the loop
   (same temperature, top-k and top-p, another generator); the two are still paired by prompt.

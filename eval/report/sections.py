@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from eval.report.tables import Row, number, setting_of, shown_name, speedup_with_interval
+from eval.report.tables import Row, number, shown_name, speedup_with_interval
 
 POSITIONS = 8  # of n-alpha, joint and CTAR on a page; the JSON has all
 DEFINITIONS = """\
@@ -78,8 +78,8 @@ def failed_cells(row: Row, columns: list[str]) -> list[str]:
 def sections(report: dict[str, Any]) -> list[Section]:
     """Return all sections that have rows."""
     rows = report["rows"]
-    overall = [*_by_batch(report), _accuracy(report), _acceptance(rows), *_two_engines(rows), _by_context(rows)]
-    return [section for section in [*overall, *_grids(rows), *_categories(rows)] if section.rows]
+    tables = [_by_batch(report), _accuracy(report), _acceptance(rows), *_two_engines(rows), *_categories(rows)]
+    return [section for section in tables if section.rows]
 
 
 def best_lines(report: dict[str, Any]) -> list[str]:
@@ -93,40 +93,17 @@ def best_lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _by_batch(report: dict[str, Any]) -> list[Section]:
-    """Speeds with the batch sizes across (EAGLE, Table 7), and for each grid the fastest setting by batch size."""
-    sizes = report["environment"]["batch"]
-    if not isinstance(sizes, list):
-        return []
+def _by_batch(report: dict[str, Any]) -> Section:
+    """Speeds with the batch sizes across (EAGLE, Table 7)."""
+    sizes = report["environment"]["batch"] if isinstance(report["environment"]["batch"], list) else []
     speeds: dict[tuple[str, str], dict[int, str]] = {}
-    best: dict[tuple[str, str], dict[int, Row]] = {}
-    for row in report["rows"]:
-        at = f"{row['temperature']:g}"
+    for row in report["rows"] if sizes else []:
         cell = f"{number(row['tokens_per_second'], 1)} ({number(row['speedup'], 2, 'x')})"
-        speeds.setdefault((shown_name(row), at), {})[row["batch"]] = cell
-        if row["grid"] and row["tokens_per_second"] is not None:
-            line = best.setdefault((row["entry"], at), {})
-            if row["tokens_per_second"] > line.get(row["batch"], {"tokens_per_second": 0.0})["tokens_per_second"]:
-                line[row["batch"]] = row
-    settings = {
-        key: {
-            size: f"{', '.join(f'{knob} {value}' for knob, value in row['grid'].items())} "
-            f"({number(row['speedup'], 2, 'x')})"
-            for size, row in line.items()
-        }
-        for key, line in best.items()
-    }
+        speeds.setdefault((shown_name(row), f"{row['temperature']:g}"), {})[row["batch"]] = cell
     head = ["drafter", "T", *(f"batch {size}" for size in sizes)]
-
-    def cells(lines: dict[tuple[str, str], dict[int, str]]) -> list[list[str]]:
-        return [[*key, *(line.get(size, "-") for size in sizes)] for key, line in lines.items()]
-
-    about = "\n".join(f"- {line}" for line in best_lines(report))
+    cells = [[*key, *(line.get(size, "-") for size in sizes)] for key, line in speeds.items()]
     title = "tokens/s (speedup over plain decoding of the same batch size)"
-    return [
-        Section(title, head, cells(speeds), about=about),
-        Section("The fastest settings by batch size", head, cells(settings)),
-    ]
+    return Section(title, head, cells, about="\n".join(f"- {line}" for line in best_lines(report)))
 
 
 def _accuracy(report: dict[str, Any]) -> Section:
@@ -205,18 +182,6 @@ def _variance(share: float, count: float) -> float:
     return smooth * (1 - smooth) / (count + 2)
 
 
-def _by_context(rows: list[Row]) -> Section:
-    rows = [row for row in rows if row.get("by_context") and row["tau"] != 1.0]
-    bins = sorted({(one["from"], one["to"]) for row in rows for one in row["by_context"]})
-    lines = []
-    for row in rows if len(bins) > 1 else []:
-        known = {one["from"]: f"{one['tau']:.2f}" for one in row["by_context"]}
-        place = [shown_name(row), f"{row['temperature']:g}", str(row["batch"])]
-        lines.append([*place, *(known.get(low, "-") for low, _ in bins)])
-    head = ["drafter", "T", "batch", *(f"{low:,} to {high:,}" for low, high in bins)]
-    return Section("tau by the tokens before a step", head, lines)
-
-
 def _categories(rows: list[Row]) -> list[Section]:
     tables = []
     for kind, shown in (("categories", "category"), ("sub_categories", "sub-category")):
@@ -230,28 +195,3 @@ def _categories(rows: list[Row]) -> list[Section]:
         head = ["drafter", "T", *(f"{name} ({count})" for name, count in counts.items())]
         tables.append(Section(f"Speedup (tau) by {shown} (prompts)", head, cells))
     return tables
-
-
-def _grids(rows: list[Row]) -> list[Section]:
-    """A table for every grid of two or three knobs, the last knob across."""
-    grids: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["grid"] and 2 <= len(row["grid"]) <= 3:
-            grids.setdefault((row["entry"], setting_of(row)), []).append(row)
-    return [_pivot(entry, where, rows) for (entry, where), rows in grids.items()]
-
-
-def _pivot(entry: str, where: str, rows: list[Row]) -> Section:
-    *down, across = rows[0]["grid"]
-    fastest = max(row["tokens_per_second"] or 0.0 for row in rows)
-    cells: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        figure = number(row["tokens_per_second"], 1)
-        figure = f"**{figure}**" if row["tokens_per_second"] == fastest else figure
-        place = {knob: str(value) for knob, value in row["grid"].items()}
-        line = cells.setdefault(tuple(place[knob] for knob in down), {})
-        line[place[across]] = f"{figure} ({number(row['tau'], 2)})"
-    columns = list(dict.fromkeys(value for line in cells.values() for value in line))
-    lines = [[*place, *(line.get(column, "-") for column in columns)] for place, line in cells.items()]
-    head = [*down, *(f"{across} = {value}" for value in columns)]
-    return Section(f"{entry}, {where}: tokens/s (tau); the fastest in bold", head, lines, texts=0)
