@@ -154,6 +154,11 @@ def test_what_is_said_of_the_anchors(settings: dict[str, Any], monkeypatch: pyte
     assert task.describe([short, long]) == expected
     with pytest.raises(ValueError, match="predict 4 tokens, and the longest answer has 2 tokens"):
         task.describe([short, short])
+    monkeypatch.setattr(dflash, "LONG", 5)
+    assert task.describe([dialogue("01111")]) == whole
+    assert task.describe([long]).endswith(
+        "; dialogues have up to 8 tokens: head.sliding_window=2048 bounds the cost of a draft"
+    )
 
 
 def test_answers_are_drafted_from_trained_anchors(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
