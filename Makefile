@@ -82,6 +82,13 @@ engines: .venv-vllm/.installed .venv-llama/.installed
 	.venv-sglang/bin/python -m pip install --no-deps sglang==0.5.23
 	@touch $@
 
+# For tests/test_speculators.py: the classes that train such heads there.
+.venv-speculators/.installed: configs/engines/speculators.txt
+	test -x .venv-speculators/bin/python || $(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip install --requirement configs/engines/speculators.txt
+	.venv-speculators/bin/python -m pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
 lint: $(READY)
 	ruff check .
 	mypy
