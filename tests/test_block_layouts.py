@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in the forms of their trainers and engines: there and back, one reading each, or refused."""
+"""Block heads in the forms of their trainers and engines: there and back, one reading each, or refused."""
 
 import json
 from pathlib import Path
@@ -8,18 +8,19 @@ import pytest
 import tiny
 import torch
 from block_reference import block_states
-from rigged import BLOCK, block_drafter
+from rigged import BLOCK, SELECTOR, block_drafter
 from test_eagle3_layouts import LAYERS, rewrite, save_target, written
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.heads.block.shape import BlockShape, DSparkShape
+from drafters.heads.dflash2.shape import DFlash2Shape
 from drafters.heads.state_forms import told_state
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export, served_by, serving
 from drafters.methods import drafter_class
 
-SHAPES: dict[str, type[BlockShape]] = {"dflash": BlockShape, "dspark": DSparkShape}
+SHAPES: dict[str, type[BlockShape]] = {"dflash": BlockShape, "dspark": DSparkShape, "dflash2": DFlash2Shape}
 FIRST = {"layout": "anchor-first"}
 RELEASED = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 40}
 # Program, method, options.
@@ -37,6 +38,11 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "speculators dspark": ("speculators", "dspark", {"markov_head": "gated", "draft_vocab_size": 60, **FIRST}),
     "speculators dspark, fill in": ("speculators", "dspark", {"layout": "fill-in", "confidence_head": False}),
     "llama.cpp dspark": ("llama.cpp", "dspark", FIRST | {"draft_vocab_size": 60}),
+    "vllm dflash, own mask": ("vllm", "dflash", {"mask_embedding": True}),
+    "z-lab dflash2": ("official", "dflash2", {"conv_kernel_size": 3, "causal": True}),
+    "vllm dflash2": ("vllm", "dflash2", {"sliding_window": 8, "mask_embedding": True}),
+    "sglang dflash2": ("sglang", "dflash2", {"sliding_window": 8, "selector_top_k": 3}),
+    "speculators dflash2": ("speculators", "dflash2", {"selector_rank": 5}),
 }
 
 
@@ -49,7 +55,7 @@ def save_head(
     folder: Path, method: str, target: TargetModel, dtype: torch.dtype = torch.float32, **options: Any
 ) -> str:
     """A head with weights of its own everywhere."""
-    small = {"markov_rank": 8} if method == "dspark" else {}
+    small: dict[str, Any] = {"dflash": {}, "dspark": {"markov_rank": 8}, "dflash2": SELECTOR}[method]
     given = BLOCK | {"layout": "fill-in"} | small | options
     head = block_drafter(method, target, None, "chain", **given).module
     weights = {name: value.to(dtype) if value.is_floating_point() else value.clone()
@@ -191,6 +197,12 @@ UNSERVED: list[tuple[str, str, dict[str, Any], str]] = [
     ("llama.cpp", "dflash", {"causal": True}, "attend in both directions"),
     ("llama.cpp", "dspark", FIRST | {"causal": True}, "attend in both directions"),
     ("vllm", "dflash", {"layer": "llama"}, "norms of queries and keys"),
+    ("official", "dflash", {"mask_embedding": True}, "embeds the mask token as the target does .mask_embedding: false"),
+    ("sglang", "dflash2", {"mask_embedding": True}, "embeds the mask token as the target does"),
+    ("vllm", "dspark", FIRST | {"mask_embedding": True}, "embeds the mask token as the target does"),
+    ("speculators", "dflash2", FIRST, "its DFlash2 predicts no token at the anchor .layout fill-in"),
+    ("vllm", "dflash2", FIRST, "predicts no token at the anchor"),
+    ("llama.cpp", "dflash2", {}, "is of the method 'dflash2'; llama.cpp loads a DFlash head"),
     ("vllm", "dflash", {"taps": [3, 1]}, r"taps are \[3, 1\]; train one with \[1, 3\]"),
 ]  # fmt: skip
 
@@ -206,7 +218,7 @@ def test_what_a_program_cannot_serve_is_refused(
     given = BLOCK | {"layout": "fill-in"} | options
     refused = served_by(method, given, target.config)
     assert refused[to] is not None
-    if (to, method) != ("official", "dspark"):
+    if to in drafter_class(method).forms.readers:
         assert refused[to] == drafter_class(method).forms.why_not(to, SHAPES[method](**given), target.config)
 
 
@@ -216,6 +228,8 @@ def test_every_program_serves_the_usual_head(target: TargetModel) -> None:
     assert usual == dict.fromkeys(usual)
     usual = served_by("dspark", BLOCK | FIRST, target.config)
     assert [to for to, reason in usual.items() if reason is not None] == ["official"]
+    usual = served_by("dflash2", BLOCK | {"layout": "fill-in"} | SELECTOR, target.config)
+    assert [to for to, reason in usual.items() if reason is not None] == ["llama.cpp"]
 
 
 def test_a_released_head_of_another_shape_computes_as_published(target: TargetModel, tmp_path: Path) -> None:

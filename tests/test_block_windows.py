@@ -19,10 +19,12 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z-lab, both ways": ("official", "dflash", {"sliding_window": 8}),
     "vllm, causal": ("vllm", "dflash", MIXED | {"causal": True}),
     "sglang": ("sglang", "dflash", MIXED),
+    "sglang, both ways": ("sglang", "dflash", {"sliding_window": 8}),
     "vllm dspark": ("vllm", "dspark", FIRST | MIXED),
     "speculators": ("speculators", "dflash", ANCHORED),
     "speculators, both ways": ("speculators", "dflash", ANCHORED | {"causal": False}),
     "speculators dspark": ("speculators", "dspark", FIRST | ANCHORED | {"full_layers": [0]}),
+    "speculators dflash2": ("speculators", "dflash2", ANCHORED | {"causal": False}),
 }
 
 
@@ -94,7 +96,7 @@ def test_what_released_folders_mean(case: str, target: TargetModel, tmp_path: Pa
 REFUSED = {
     "vllm an anchored edge": ("vllm", "dflash", ANCHORED, "windows move with the rows of a block .window_edge: slot"),
     "z-lab an anchored edge": ("official", "dflash", ANCHORED, "window_edge: slot"),
-    "sglang both ways": ("sglang", "dflash", {"sliding_window": 8}, "sliding layers are causal, its full ones not"),
+    "sglang both ways": ("sglang", "dspark", FIRST | {"sliding_window": 8}, "sliding layers are causal, its full ones"),
     "speculators a moving edge": ("speculators", "dflash", MIXED, "windows end at the anchor .window_edge: anchor"),
     "speculators causal full layers": (
         "speculators", "dflash", ANCHORED | {"full_layers": [0], "causal": True}, "attend in both directions"

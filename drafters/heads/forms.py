@@ -97,6 +97,7 @@ class HeadForms:
         vllm_options: values of vLLM's speculative config, if not the method's name alone.
         has_lm_head_copy: a trainer of such heads stores a copy of the target's LM head beside that of its embedding.
         drafts_blocks: engines count the anchor among the tokens of a draft.
+        served_as: the method's name in engines, where it is not ours.
     """
 
     noun = ""
@@ -109,6 +110,7 @@ class HeadForms:
     vllm_options: ClassVar[Mapping[str, Any]] = {}
     has_lm_head_copy = False
     drafts_blocks = False
+    served_as = ""
 
     def match(self, config: Mapping[str, Any], names: set[str]) -> int:
         """The number of tensors that make a file with these ``names`` such a head; 0: it is none."""

@@ -14,6 +14,7 @@ from drafters.common.paths import hub_names, shown_name
 from drafters.common.wording import dtype_name, shortened
 from drafters.heads.forms import DTYPES, EMBEDDING, Stated
 from drafters.heads.keys import CONFIG_FILE, LOADS_AS_IT_IS, made_from
+from drafters.heads.mask_embedding import MASK_FILE
 from drafters.heads.one_layer import PICKLED_FILE
 from drafters.heads.states import LM_HEAD
 from drafters.hub.checkpoint import FORMAT_VERSION, HUB_NAMES, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
@@ -99,9 +100,9 @@ def _folder(source: str, revision: str | None) -> Path:
     """The local folder of the source; pickled weights are downloaded only if the repository has no others."""
     if (folder := Path(source).expanduser()).is_dir():
         return folder
-    folder = snapshot(source, [CONFIG_FILE, WEIGHTS_FILE, *INDEXES], revision)
+    folder = snapshot(source, [CONFIG_FILE, MASK_FILE, WEIGHTS_FILE, *INDEXES], revision)
     if not (folder / WEIGHTS_FILE).is_file():
-        folder = snapshot(source, [CONFIG_FILE, PICKLED_FILE], revision)
+        folder = snapshot(source, [CONFIG_FILE, MASK_FILE, PICKLED_FILE], revision)
     return folder
 
 

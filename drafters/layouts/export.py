@@ -11,6 +11,7 @@ from drafters.common.fingerprints import same_weights
 from drafters.common.paths import hub_names, shown_name
 from drafters.heads.forms import STEPS, Trained, Written
 from drafters.heads.keys import CONFIG_FILE, EXPORT_FIRST, READERS
+from drafters.heads.mask_embedding import MASK_EMBEDDING, write_mask_embedding
 from drafters.heads.one_layer import HOT_TOKENS, PICKLED_FILE
 from drafters.hub.checkpoint import CONFIDENCE_FILE, WEIGHTS_FILE, load_checkpoint, parse_config
 from drafters.layouts.files import exportable, kind_of, read_folder
@@ -67,7 +68,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     about = Exported(
         *shown,
         written.hot,
-        method,
+        kind.forms.served_as or method,
         kind.forms,
         written.readers,
         _steps(head.shape),
@@ -132,7 +133,8 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
         if reasons[to] is None:
             out = Path(f"{repo_id.split('/')[-1]}-{to}")
             export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
-            about = Exported(repo_id, target, to, out, hot, method, forms, steps=_steps(shape), calibrated=calibrated)
+            named = forms.served_as or method
+            about = Exported(repo_id, target, to, out, hot, named, forms, steps=_steps(shape), calibrated=calibrated)
             sections.append(how(about).replace("```sh\n", f"```sh\n{export}\n", 1))
     return "\n\n".join(sections)
 
@@ -176,14 +178,17 @@ def _made_from(
 
 
 def _write(out: Path, written: Written, text: str, temperatures: list[float] | None, pickled: bool) -> None:
-    there = out.exists()
+    there, weights = out.exists(), dict(written.weights)
+    own_mask = weights.pop(MASK_EMBEDDING, None)
     out.mkdir(parents=True, exist_ok=True)
     try:
+        if own_mask is not None:
+            write_mask_embedding(own_mask, out)
         if not pickled:
-            save_tensors(written.weights, out / WEIGHTS_FILE, {"format": "pt"})
+            save_tensors(weights, out / WEIGHTS_FILE, {"format": "pt"})
         else:  # the only name that the official code opens; plain tensors, which load with weights_only=True
             with replacing(out / PICKLED_FILE) as path:
-                torch.save({name: value.clone() for name, value in written.weights.items()}, path)
+                torch.save({name: value.clone() for name, value in weights.items()}, path)
         if written.hot is not None:
             with replacing(out / HOT_TOKENS) as path:
                 torch.save(written.hot.tolist(), path)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drafters.config import Config
 from drafters.drafting.grow import Slots, top_logit
+from drafters.heads.dflash2.forms import DFLASH2_FORMS
 from drafters.heads.dflash2.module import CandidateSelector, DFlash2Head
 from drafters.heads.dflash2.shape import DFlash2Shape
 from drafters.learned import LearnedDrafter
@@ -84,6 +85,7 @@ class DFlash2Drafter(LearnedDrafter):
     module_class = DFlash2Head
     options: ClassVar[type[Config]] = BlockOptions
     card_title = "DFlash2 head ([DFlash2](https://inco.ai/blog/dflash2))"
+    forms = DFLASH2_FORMS
     max_batch = None
     follows = True
     unread = DFlashDrafter.unread

@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in the forms of their trainers and engines: what their config.json and tensors mean.
+"""Block heads in the forms of their trainers and engines: what their config.json and tensors mean.
 
 The forms have the same tensors. They differ in the places of keys, in the numbers of the target's states, and in what
 an absent ``sample_from_anchor`` means. With the wrong layout almost no draft is accepted and no program reports it, so
@@ -9,9 +9,10 @@ DeepSpec, SpecForge 0.3.0, speculators 0.9.0, vLLM 0.32, SGLang 0.5.23, llama.cp
 form                            states                    without ``sample_from_anchor``
 ==============================  ========================  ================================================
 ``DFlashDraftModel``            outputs of layers         fill-in: z-lab, SpecForge, vLLM, SGLang, llama.cpp
+``DFlash2DraftModel``           outputs of layers         fill-in: z-lab, vLLM, SGLang
 ``Qwen3DSparkModel``            outputs of layers         anchor-first: DeepSpec, vLLM, SGLang, llama.cpp
 ``DSparkDraftModel``            outputs of layers         refused: SpecForge trains anchor-first, decodes fill-in
-speculators, ``dflash``         inputs of layers          fill-in: speculators, vLLM
+speculators, ``dflash(2)``      inputs of layers          fill-in: speculators, vLLM
 speculators, ``dspark``         inputs of layers          refused: speculators anchor-first, vLLM fill-in
 ==============================  ========================  ================================================
 """
@@ -41,22 +42,23 @@ from drafters.heads.states import (
 from drafters.model.draft_head import D2T
 
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # which have biases
+SELECTOR, CONVS = "candidate_selector.", ("attention_conv.", "mlp_conv.")  # DFlash2's
 NON_CAUSAL = "sliding_window_non_causal"  # speculators'; for its DFlash folders vLLM reads it for all layers
 ANCHOR = "sample_from_anchor"  # true: anchor-first
 # Architectures by who gives them.
 ZLAB, DEEPSPEC, SPECFORGE = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
+ZLAB2 = "DFlash2DraftModel"
+CLASSES = {"dflash": (ZLAB, DEEPSPEC, SPECFORGE), "dspark": (DEEPSPEC, SPECFORGE, ZLAB), "dflash2": (ZLAB2,)}
 SPECULATORS = "speculators_model_type"
 IDS, AUX_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"  # outputs and inputs of layers
-_METHODS = ("dflash", "dspark")
-MASK_EMBEDDING = "mask_embedding.pt"  # vLLM reads a mask token's own embedding from it
-_DEFINED = {ZLAB: FILL_IN, DEEPSPEC: ANCHOR_FIRST}  # by architecture; the others have two readings
+_DEFINED = {ZLAB: FILL_IN, ZLAB2: FILL_IN, DEEPSPEC: ANCHOR_FIRST}  # by architecture; the others have two readings
 _GROUPS = ("dflash_config", "dspark_config")  # of keys that other forms have at the top
 _STATED = f'"{ANCHOR}": true ({ANCHOR_FIRST}) or false ({FILL_IN})'
 # Keys of heads that compute something else, the values that change nothing, and whose they are.
 _VARIANTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "projector_type": (("dflash", "dspark"), "a head with another projector, as Domino's"),
-    "conv_kernel_size": ((0,), "a DFlash2 head, which has convolutions"),
-    "selector_rank": ((0,), "a DFlash2 head, which has a selector of candidates"),
+    "projector_type": ((*CLASSES,), "a head with another projector, as Domino's"),
+    "conv_kernel_size": ((0,), "a DFlash2 head without the tensors of its convolutions and selector"),
+    "selector_rank": ((0,), "a DFlash2 head without the tensors of its convolutions and selector"),
     "gru_hidden_dim": ((), "a Domino head"),
     "attention_sink_bias": ((False,), "a head with attention sinks"),
     "attention_value_scale": ((1.0,), "a head whose values are scaled"),
@@ -72,7 +74,7 @@ _VARIANTS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class BlockKeys(Keys):
-    """Keys of ``config.json`` of a DFlash or DSpark head."""
+    """Keys of ``config.json`` of a block head."""
 
     block_size: Amount | None = None
     mask_token_id: Vocabulary | None = None
@@ -88,6 +90,10 @@ class BlockKeys(Keys):
     markov_head_type: str | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None
+    conv_kernel_size: Width | None = None
+    conv_group_size: Width | None = None
+    selector_rank: Width | None = None
+    selector_top_k: Amount | None = None
     dflash_config: "BlockKeys | None" = None
     dspark_config: "BlockKeys | None" = None
     transformer_layer_config: "BlockKeys | None" = None
@@ -104,7 +110,7 @@ def flattened(config: Mapping[str, Any], method: str, noun: str, source: str) ->
         if kind != method:
             raise ValueError(
                 f"{source}: {SPECULATORS} is {shortened(kind)}, and its tensors are those of {noun}; "
-                f"supported: {', '.join(_METHODS)}"
+                f"supported: {', '.join(CLASSES)}"
             )
         found = nested_layer(config, source) | {
             key: value for key, value in config.items() if key not in ("architectures", "model_type")
@@ -131,13 +137,15 @@ def own_weights(weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> di
 def refuse_variants(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, source: str) -> None:
     """Raise ValueError for a head that computes something else, or that its engines would read as another method."""
     architecture = architecture_of(config)
-    if config.get(SPECULATORS) is None and architecture not in (ZLAB, DEEPSPEC, SPECFORGE):
+    if config.get(SPECULATORS) is None and architecture not in CLASSES[method]:
         raise ValueError(
             f"{source}: architectures is {architecture or 'not given'}, and a DFlash or DSpark head here is "
-            f"{ZLAB} (z-lab, SpecForge), {DEEPSPEC} (DeepSpec) or {SPECFORGE} (SpecForge)"
+            f"{ZLAB} (z-lab, SpecForge), {DEEPSPEC} (DeepSpec) or {SPECFORGE} (SpecForge), and a DFlash2 head {ZLAB2}; "
+            f"its tensors are those of {method}"
         )
     for key, (harmless, whose) in _VARIANTS.items():
-        if flat.get(key) is not None and flat[key] not in harmless:
+        own = method == "dflash2" and key in ("conv_kernel_size", "selector_rank")
+        if flat.get(key) is not None and flat[key] not in harmless and not own:
             raise ValueError(f"{source}: {key} is {shortened(flat[key])}: it is {whose}, which is not supported")
     if architecture == ZLAB and config.get(SPECULATORS) is None and method == "dspark":
         raise ValueError(
@@ -153,7 +161,7 @@ def layout_of(config: Mapping[str, Any], flat: Mapping[str, Any], method: str, s
         if (value := flat.get(key)) is not None:
             stated[key] = ANCHOR_FIRST if value is anchor_first else FILL_IN
     if config.get(SPECULATORS) is not None:
-        defined = FILL_IN if method == "dflash" else None
+        defined = None if method == "dspark" else FILL_IN
     else:
         defined = _DEFINED.get(architecture_of(config))
     known = {key: value for key, value in stated.items() if value is not None}
@@ -225,7 +233,9 @@ def number(flat: Mapping[str, Any], key: str, least: int, source: str) -> int:
     return value
 
 
-def windows_of(config: Mapping[str, Any], flat: Mapping[str, Any], layers: int, source: str) -> dict[str, Any]:
+def windows_of(
+    config: Mapping[str, Any], flat: Mapping[str, Any], layers: int, source: str, non_causal: bool
+) -> dict[str, Any]:
     """The keys of windows and of what rows of a block see of one another.
 
     ===============================  ======================  =======================================================
@@ -236,6 +246,8 @@ def windows_of(config: Mapping[str, Any], flat: Mapping[str, Any], layers: int, 
     speculators                      a - W <= p              causal in sliding layers, unless sliding_window_non_causal
     ===============================  ======================  =======================================================
 
+    ``non_causal``: what speculators takes for an absent sliding_window_non_causal.
+
     Raises:
         ValueError: keys that contradict each other, or do not say which layers have windows.
     """
@@ -244,7 +256,7 @@ def windows_of(config: Mapping[str, Any], flat: Mapping[str, Any], layers: int, 
     if len({*stated.values()}) > 1:
         raise ValueError(f"{source}: {shortened(stated)} must be alike")
     if config.get(SPECULATORS) is not None:
-        causal: bool | str = bool(sliding) and not flat.get(NON_CAUSAL, False)
+        causal: bool | str = bool(sliding) and not flat.get(NON_CAUSAL, non_causal)
     else:
         causal = any(stated.values()) if stated else bool(sliding)
     if not sliding:
