@@ -24,7 +24,7 @@ PYTHONS = {
     "llama_cpp": Path(".venv-llama/bin/python"),
 }
 # Engine's method -> its required key.
-HEADS = dict.fromkeys(("eagle", "eagle3", "dflash", "dspark"), "checkpoint")
+HEADS = dict.fromkeys(("eagle", "eagle3", "dflash", "dflash2", "dspark"), "checkpoint")
 NEEDS = {"draft_model": "draft_model"} | HEADS
 
 
@@ -143,12 +143,12 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "sglang", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "dspark"] = "plain"
+    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "dflash2", "dspark"] = "plain"
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository, for method draft_model")
-    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3, DFlash or DSpark head; exported first")
+    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3, DFlash, DFlash2 or DSpark head; exported")
     gguf: Path | None = Field(None, description="llama.cpp's model: the target as a GGUF file")
     gguf_type: Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"] | None = Field(
         None, description="llama.cpp first converts the file to this type; None: no conversion"
@@ -189,7 +189,7 @@ class EngineEntry(Config):
             raise ValueError(
                 f"{self.label}: gguf, gguf_type and repack are options of llama_cpp; {self.engine} loads the target"
             )
-        unserved = {"vllm": ("dspark",), "sglang": ("prompt_lookup",)}
+        unserved = {"vllm": ("dspark", "dflash2"), "sglang": ("prompt_lookup",)}
         if self.method in unserved.get(self.engine, ()):
             raise ValueError(f"{self.label}: there is no method {self.method} for {self.engine} (docs/engines.md)")
         if self.min_ngram > self.max_ngram:

@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads that learnt the texts of ``overfitted`` by heart: seconds, and drafts are accepted."""
+"""Block heads that learnt the texts of ``overfitted`` by heart: seconds, and drafts are accepted."""
 
 from functools import cache
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drafters import TargetModel, drafter_class
 from drafters.heads.block.shape import BlockShape, DSparkShape
+from drafters.heads.dflash2.shape import DFlash2Shape
 from eval.measure.mistakes import remade
 
 MASK, BLOCK = 2, 4
@@ -18,8 +19,11 @@ DEPTH = 3  # tokens of a chain, which both layouts predict
 
 
 def options(method: str) -> dict[str, Any]:
-    """Of a head with a draft vocabulary."""
-    found = {"block_size": BLOCK, "mask_token_id": MASK, "taps": TAPS, "layers": 2, "draft_vocab_size": KEPT}
+    """Of a head with a draft vocabulary; DFlash2 has none."""
+    found = {"block_size": BLOCK, "mask_token_id": MASK, "taps": TAPS, "layers": 2}
+    if method == "dflash2":
+        return found | {"layout": "fill-in", "conv_group_size": 4, "selector_rank": 16, "selector_top_k": 6}
+    found |= {"draft_vocab_size": KEPT}
     if method == "dflash":
         return found | {"layout": "fill-in"}
     return found | {"layout": "anchor-first", "markov_rank": 16, "confidence_head": False}
@@ -44,10 +48,14 @@ def trained(
     their anchor and themselves.
     """
     torch.manual_seed(0)
-    markov = isinstance(given, DSparkShape)
-    head: Any = new_head("dspark" if markov else "dflash", target.config, **given.model_dump())
-    head.d2t.copy_(ids - torch.arange(len(ids)))
-    head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight[ids])
+    markov, selects = isinstance(given, DSparkShape), isinstance(given, DFlash2Shape)
+    method = "dspark" if markov else "dflash2" if selects else "dflash"
+    head: Any = new_head(method, target.config, **given.model_dump())
+    outputs = target.model.get_output_embeddings().weight.detach().clone()
+    ids = torch.arange(len(outputs)) if selects else ids
+    if not selects:
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        head.lm_head.weight.data.copy_(outputs[ids])
     (count, length), size = known.shape, given.block_size
     with torch.no_grad():
         found = target.features(known, taps=tuple(given.reads)).taps
@@ -67,10 +75,13 @@ def trained(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         hidden = head(states, embeddings, positions, see).view(count, len(anchors), size, -1)[:, :, given.first_slot :]
-        logits = head.lm_head(hidden)
+        logits = hidden @ outputs.T if selects else head.lm_head(hidden)
         if markov:
             logits = logits + head.markov_head.markov_w2(head.markov_head(known[:, predicted - 1], hidden))
         loss = nn.functional.cross_entropy(logits.flatten(0, 2), right.flatten())
+        if selects:  # of all tokens as candidates
+            scores = head.candidate_selector(logits, ids, hidden, known[:, predicted - 1])
+            loss = loss + nn.functional.cross_entropy(scores.flatten(0, 2), right.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give its own: --target"),
     "a model": (
         lambda config, weights: renamed(weights, "model."),
-        "is no head of a known kind .known: a DFlash head, a DSpark head, an EAGLE head",
+        "is no head of a known kind .known: a DFlash head, a DFlash2 head, a DSpark head, an EAGLE head",
     ),
 }
 

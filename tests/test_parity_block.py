@@ -1,4 +1,4 @@
-"""`python -m eval.parity --engine ours` on DFlash and DSpark heads: the layout that was trained accepts most."""
+"""`python -m eval.parity --engine ours` on block heads: the layout that was trained accepts most."""
 
 import copy
 import json
@@ -34,9 +34,10 @@ CONFIG = ParityConfig.model_validate(
     | {"max_new_tokens": NEW}
 )
 FIRST_NORM = "context keys with the first layer's k_norm"
-OTHER = {"dflash": "anchor-first", "dspark": "fill-in"}  # not the one that was trained
+OTHER = {"dflash": "anchor-first", "dspark": "fill-in", "dflash2": "anchor-first"}  # not the one that was trained
 BY_NAME = {mistake.name: mistake for mistake in BLOCK_MISTAKES}
 LATE = "Markov bias of the token before"
+SELECTOR, CONVOLUTIONS = "selector ignored", "convolutions left out"
 
 
 def prompts() -> list[list[int]]:
@@ -47,6 +48,14 @@ def prompts() -> list[list[int]]:
 @cache
 def right(method: str) -> list[Outcome]:
     return decoded(overfitted_block.drafter(method), prompts(), CONFIG, AS_LOADED)
+
+
+def depending(method: str) -> Any:
+    """The drafter, whose drafts depend much on the tokens before: the states tell these texts, too."""
+    head = copy.deepcopy(overfitted_block.drafter(method).module)
+    reads = head.markov_head.markov_w2.weight if method == "dspark" else head.candidate_selector.successor_codebook
+    reads.data *= 8
+    return remade(overfitted_block.drafter(method), head)
 
 
 @pytest.mark.parametrize("method", OTHER)
@@ -73,9 +82,11 @@ def test_the_probe_finds_states_one_layer_apart() -> None:
 def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
     """Catches a mistake that changes nothing, the shared drafter, or the output."""
     method = "dspark" if "Markov" in mistake.name else "dflash"
+    method = "dflash2" if mistake.name in (SELECTOR, CONVOLUTIONS) else method
     drafter, expected = overfitted_block.drafter(method), right(method)
-    if "windows" in mistake.name:
-        drafter = remade(drafter, sliding_window=drafter.module.shape.rows)
+    if "windows" in mistake.name or mistake.name == SELECTOR:
+        keys = {"sliding_window": drafter.module.shape.rows} if "windows" in mistake.name else {}
+        drafter = remade(drafter, **keys) if keys else depending(method)
         expected = decoded(drafter, prompts(), CONFIG, AS_LOADED)
     before = {name: value.clone() for name, value in drafter.module.state_dict().items()}
     wrong, prompt = mistake.plant(drafter), prompts()[0]
@@ -89,14 +100,12 @@ def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [(method, "wrong mask token") for method in OTHER] + [("dspark", "Markov head ignored"), ("dspark", LATE)],
+    [(method, "wrong mask token") for method in OTHER]
+    + [("dspark", "Markov head ignored"), ("dspark", LATE), ("dflash2", SELECTOR), ("dflash2", CONVOLUTIONS)],
 )
 def test_a_planted_fault_is_named(method: str, name: str) -> None:
     """Catches a mistake that the check does not try on this head, or does not tell from the others."""
-    head = copy.deepcopy(overfitted_block.drafter(method).module)
-    if method == "dspark":
-        head.markov_head.markov_w2.weight.data *= 8  # so that drafts depend on it: the states tell these texts, too
-    drafter = remade(overfitted_block.drafter(method), head)
+    drafter = overfitted_block.drafter(method) if method == "dflash" else depending(method)
     theirs = decoded(BY_NAME[name].plant(drafter), prompts(), CONFIG, name)
     found = compared(drafter, decoded(drafter, prompts(), CONFIG, AS_LOADED), theirs, prompts(), CONFIG)
     assert found["verdict"] == FAULT and found["named"][0] == name, found["named"]
@@ -202,6 +211,7 @@ def test_vllm_names_its_fault_of_several_layers(
     ("method", "given", "told"),
     [
         ("dspark", "depth=3", "engine is vllm, whose runner for CPUs does not serve DSpark heads"),
+        ("dflash2", "depth=3", "engine is vllm, whose runner for CPUs does not serve DFlash2 heads"),
         ("dflash", "depth=2", "vLLM's blocks have 3 rows, and the head was trained with 4, which attend to each other"),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 
 from eval.engine_workers.protocol import serve
 
-ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "draft_model": "STANDALONE"}
+ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}
+ALGORITHMS |= {"draft_model": "STANDALONE"}
 HOT_TOKENS = "hot_token_ids.pt"  # of an exported head with a draft vocabulary
 TRIES = 3  # of a prompt whose chunks hold several steps, because this process was late
 
@@ -95,7 +96,7 @@ def arguments(job: dict[str, Any]) -> dict[str, Any]:
     if method == "dspark":
         return settings | {"speculative_dspark_block_size": gamma}
     settings |= {"speculative_num_draft_tokens": gamma + 1}  # with the root, or the anchor
-    if method == "dflash":
+    if method in ("dflash", "dflash2"):
         return settings
     if (Path(job["drafter"]) / HOT_TOKENS).exists():
         settings |= {"speculative_token_map": str(Path(job["drafter"]) / HOT_TOKENS)}

@@ -22,6 +22,7 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
 from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.methods.eagle import Eagle3Drafter, EagleDrafter
 from eval.configs import ParityConfig
 from eval.entries import EngineEntry
@@ -47,8 +48,8 @@ from eval.measure.other_engines import Engines
 from eval.measure.runs import Limits, Outcome
 from eval.prompts.prompts import load_prompts
 
-FEATURES, BLOCKS = (EagleDrafter, Eagle3Drafter), (DFlashDrafter, DSparkDrafter)
-Head = EagleDrafter | Eagle3Drafter | DFlashDrafter | DSparkDrafter
+FEATURES, BLOCKS = (EagleDrafter, Eagle3Drafter), (DFlashDrafter, DSparkDrafter, DFlash2Drafter)
+Head = EagleDrafter | Eagle3Drafter | DFlashDrafter | DSparkDrafter | DFlash2Drafter
 PASS, FAULT, UNKNOWN = "pass", "fault", "unknown fault"
 
 
@@ -71,10 +72,11 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
             f"engine is {config.engine}, which was not tried with heads of the method {method!r}; give --engine ours, "
             "which ranks the readings of the checkpoint"
         )
-    if issubclass(kind, DSparkDrafter) and config.engine == "vllm":
+    if issubclass(kind, DSparkDrafter | DFlash2Drafter) and config.engine == "vllm":
         raise ValueError(
-            "engine is vllm, whose runner for CPUs does not serve DSpark heads, and its runner for GPUs has not been "
-            "tried here; give --engine sglang, or --engine ours, which ranks the readings of the checkpoint"
+            f"engine is vllm, whose runner for CPUs does not serve {kind.forms.noun.split()[1]} heads, and its runner "
+            "for GPUs has not been tried here; give --engine sglang, or --engine ours, which ranks the readings of the "
+            "checkpoint"
         )
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
@@ -94,7 +96,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     return {"format_version": 1, **figures, "environment": facts | {"load_average_after": load_average()}}
 
 
-def _check_block(drafter: DFlashDrafter | DSparkDrafter, engine: str) -> None:
+def _check_block(drafter: DFlashDrafter | DSparkDrafter | DFlash2Drafter, engine: str) -> None:
     """Raise ValueError if the engine would draft with shorter blocks than those of training.
 
     It runs ``depth`` + 1 rows; SGLang runs ``depth`` of a DSpark head, whose first row predicts a token, too.

@@ -1,5 +1,5 @@
-"""Known mistakes in reading or serving a DFlash or DSpark head; see ``mistakes``. The layout is one of them: with the
-other one, each draft is the right one of the token before or after.
+"""Known mistakes in reading or serving a block head; see ``mistakes``. The layout is one of them: with the other one,
+each draft is the right one of the token before or after.
 """
 
 import copy
@@ -11,10 +11,11 @@ from drafters.drafting.grow import Slots
 from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape
 from drafters.loop.state import DecodeState
 from drafters.methods.block import BlockHead, DFlashDrafter, DSparkDrafter, MarkovBlock, MarkovSlots
+from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.model.target import TargetModel
 from eval.measure.mistakes import PLAIN_THETA, RETRAIN, WRONG_MASK, Mistake, flips, ignore_d2t, of_taps, remade
 
-Block = DFlashDrafter | DSparkDrafter
+Block = DFlashDrafter | DSparkDrafter | DFlash2Drafter
 EDGES = {"slot": "anchor", "anchor": "slot"}
 
 
@@ -106,6 +107,27 @@ def read_markov_late(drafter: Block) -> Block | None:
     return remade(drafter, wrong=_LateMarkov) if isinstance(drafter, DSparkDrafter) else None
 
 
+def ignore_selector(drafter: Block) -> Block | None:
+    """Draft the likeliest candidate of each slot, as a reader of DFlash heads."""
+    if not isinstance(drafter, DFlash2Drafter):
+        return None
+    head: Any = copy.deepcopy(drafter.module)
+    head.candidate_selector.successor_codebook.data.zero_()
+    return remade(drafter, head)
+
+
+def leave_out_convolutions(drafter: Block) -> Block | None:
+    """Run the layers without their convolutions."""
+    if not isinstance(drafter, DFlash2Drafter):
+        return None
+    head: Any = copy.deepcopy(drafter.module)
+    for layer in head.layers:
+        for conv in (layer.attention_conv, layer.mlp_conv):
+            conv.base_kernel.data.zero_()[:, 0] = 1.0
+            conv.kernel_projection.weight.data.zero_()
+    return remade(drafter, head)
+
+
 _LAYER_IDS = "target_layer_ids numbers outputs of layers (hidden states - 1), aux_hidden_state_layer_ids inputs"
 _FIRST_NORM = "the norm of the context keys in layers after the first; vLLM 0.32 on a CPU has this fault"
 _THETA = 'set rope_theta to 10000 of "shape": {"rope_parameters": {...}} in its config.json'
@@ -140,6 +162,18 @@ BLOCK_MISTAKES = (
         "markov_rank, and the tensors of markov_head, which readers of DFlash heads drop",
         "write zeros into markov_head.markov_w2.weight of its weights",
         ignore_markov,
+    ),
+    Mistake(
+        "selector ignored",
+        "selector_rank, and the tensors of candidate_selector, which readers of DFlash heads drop",
+        "write zeros into candidate_selector.successor_codebook of its weights",
+        ignore_selector,
+    ),
+    Mistake(
+        "convolutions left out",
+        "conv_kernel_size, and the tensors of attention_conv and mlp_conv, which readers of DFlash heads drop",
+        "write 1 into tap 0 of every base_kernel of its weights, zeros into the rest and into kernel_projection",
+        leave_out_convolutions,
     ),
     Mistake(
         "Markov bias of the token before",

@@ -26,6 +26,7 @@ from drafters.loop.generate import generate
 from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
 from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.model.target import TargetModel
 from drafters.policy.truncation import MOST, Truncation
 from train.watch.tau import held_out_prompts, room
@@ -83,10 +84,10 @@ def calibrate(options: argparse.Namespace) -> None:
         ValueError: another kind of drafter, another target, no store, or too few drafts.
     """
     method = checkpoint.read_config(options.checkpoint).drafter_type
-    if not issubclass(drafter_class(method), (DFlashDrafter, DSparkDrafter)):
+    if not issubclass(drafter_class(method), (DFlashDrafter, DSparkDrafter, DFlash2Drafter)):
         raise ValueError(
             f"--checkpoint: {options.checkpoint} holds a drafter of type {method!r}, which estimates no acceptance; "
-            "give a dflash or a dspark"
+            "give a dflash, a dflash2 or a dspark"
         )
     store = FeatureStore.open(options.features / "heldout")
     drafter = load(options)
