@@ -353,3 +353,12 @@ def test_the_fastest_lossless_method_is_named() -> None:
         "from b"
     )
     assert second == "temperature 1: no lossless method was measured beside plain decoding"
+
+
+def test_tau_by_context() -> None:
+    """Catches a length's tau in another length's column."""
+    bins = [{"from": 8, "to": 15, "tau": 2.25}, {"from": 1024, "to": 2047, "tau": 3.125}]
+    rows = [FIGURES | {"by_context": bins}, FIGURES | {"drafter": "E", "by_context": bins[1:]}]
+    assert _by_context(rows).head[3:] == ["8 to 15", "1,024 to 2,047"]
+    assert [row[3:] for row in _by_context(rows).rows] == [["2.25", "3.12"], ["-", "3.12"]]
+    assert not _by_context([FIGURES | {"by_context": bins[:1]}]).rows

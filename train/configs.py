@@ -16,6 +16,7 @@ from drafters.heads.eagle.shape import EagleShape
 from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.heads.medusa.shape import MedusaShape
+from drafters.heads.peagle.shape import PEagleShape
 from drafters.methods import method_names
 from train.core.block_config import DFlash2Config, DFlashConfig, DSparkConfig
 from train.core.config import Decay, Lora, TrainConfig, Weight
@@ -113,6 +114,35 @@ class Eagle3Config(TrainConfig):
             raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set that instead")
         if self.zero_stage == 3:
             raise ValueError("zero_stage is 3, which would split the head's own LM head; set 0, 1 or 2")
+        return self
+
+
+class PEagleConfig(Eagle3Config):
+    """The keys of a P-EAGLE run: those of EAGLE-3, whose steps are the head's depths.
+
+    ``keep``, ``keep_least``: COD sampling. A share of max(keep^d, keep_least) of the positions trains depth d; those
+    that train a depth train the ones before it, too.
+    """
+
+    drafter: ClassVar[str] = "peagle"
+
+    head: PEagleShape
+    ttt_steps: int = Field(1, ge=1, le=1, description="not of this head: its depths are trained")
+    step_decay: float = Field(1.0, ge=0.01, le=1, description="weight of a depth's loss, as a share of the one before")
+    keep: float = Field(0.7, gt=0, le=1, description="share of the positions of a depth that train the next one")
+    keep_least: float = Field(0.2, ge=0, le=1, description="share of all positions that train every depth")
+
+    @property
+    def shape(self) -> PEagleShape:
+        return self.head.model_copy(update={"draft_vocab_size": self.draft_vocab})
+
+    @model_validator(mode="after")
+    def _has_room_for_its_depths(self) -> Self:
+        if (window := self.head.sliding_window) is not None and window <= self.head.depths:
+            raise ValueError(
+                f"sliding_window is {window}, and a draft of depths={self.head.depths} has to fit into it; set "
+                f"sliding_window={self.head.depths + 1} or more"
+            )
         return self
 
 
@@ -278,6 +308,7 @@ SCHEMAS: dict[str, type[TrainConfig]] = {
     for schema in (
         EagleConfig,
         Eagle3Config,
+        PEagleConfig,
         DFlashConfig,
         DFlash2Config,
         DSparkConfig,

@@ -78,7 +78,14 @@ def failed_cells(row: Row, columns: list[str]) -> list[str]:
 def sections(report: dict[str, Any]) -> list[Section]:
     """Return all sections that have rows."""
     rows = report["rows"]
-    tables = [_by_batch(report), _accuracy(report), _acceptance(rows), *_two_engines(rows), *_categories(rows)]
+    tables = [
+        _by_batch(report),
+        _accuracy(report),
+        _acceptance(rows),
+        *_two_engines(rows),
+        _by_context(rows),
+        *_categories(rows),
+    ]
     return [section for section in tables if section.rows]
 
 
@@ -142,6 +149,19 @@ def differences(one: Row, other: Row) -> list[float]:
         (b - a) / math.sqrt(max(_variance(a, n) + _variance(b, m), 1e-12))
         for (a, n), (b, m) in zip(_reached(one), _reached(other), strict=False)
     ]
+
+
+def _by_context(rows: list[Row]) -> Section:
+    """tau by the length of the text before a step, where texts of several lengths were decoded."""
+    rows = [row for row in rows if row.get("by_context") and row["tau"] != 1.0]
+    bins = sorted({(one["from"], one["to"]) for row in rows for one in row["by_context"]})
+    lines = []
+    for row in rows if len(bins) > 1 else []:
+        known = {one["from"]: f"{one['tau']:.2f}" for one in row["by_context"]}
+        place = [shown_name(row), f"{row['temperature']:g}", str(row["batch"])]
+        lines.append([*place, *(known.get(low, "-") for low, _ in bins)])
+    head = ["drafter", "T", "batch", *(f"{low:,} to {high:,}" for low, high in bins)]
+    return Section("tau by the tokens before a step", head, lines)
 
 
 def _two_engines(rows: list[Row]) -> list[Section]:
