@@ -17,7 +17,7 @@ from eval.report.changes import page as compare_page
 from eval.report.page import setting
 from eval.report.pairs import COLUMNS
 from eval.report.remarks import fastest, statements, warnings
-from eval.report.sections import _acceptance, _by_batch, _categories, _two_engines, columns_of
+from eval.report.sections import _acceptance, _by_batch, _by_context, _categories, _two_engines, columns_of
 from eval.report.series import _tables
 from eval.rooflines.shape_page import markdown as roofline_page
 from eval.rooflines.shape_page import median_of

@@ -78,14 +78,8 @@ def failed_cells(row: Row, columns: list[str]) -> list[str]:
 def sections(report: dict[str, Any]) -> list[Section]:
     """Return all sections that have rows."""
     rows = report["rows"]
-    tables = [
-        _by_batch(report),
-        _accuracy(report),
-        _acceptance(rows),
-        *_two_engines(rows),
-        _by_context(rows),
-        *_categories(rows),
-    ]
+    overall = [_by_batch(report), _accuracy(report), _acceptance(rows), *_two_engines(rows), _by_context(rows)]
+    tables = [*overall, *_categories(rows)]
     return [section for section in tables if section.rows]
 
 
