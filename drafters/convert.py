@@ -3,10 +3,10 @@
     python -m drafters.convert SOURCE --target MODEL --out FOLDER
         [--revision R] [--exit-layer N] [--layout L] [--taps 2,12,21]
 
-SOURCE is a folder or Hub repository of an EAGLE, EAGLE-2, EAGLE-3, DFlash or DSpark head or a Kangaroo adapter:
-config.json and model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter needs
---exit-layer, some DFlash and DSpark heads need --layout, and some EAGLE-3 heads --taps, because their files do not tell
-it. FOLDER can be loaded (`load_drafter`), trained further (init_from) and published.
+SOURCE is a folder or Hub repository of an EAGLE, EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark head or a Kangaroo
+adapter: config.json and model.safetensors, or pytorch_model.bin, from which only tensors are read. A Kangaroo adapter
+needs --exit-layer, some DFlash and DSpark heads need --layout, and some EAGLE-3 heads --taps, because their files do
+not tell it. FOLDER can be loaded (`load_drafter`), trained further (init_from) and published.
 """
 
 from argparse import ArgumentTypeError
@@ -37,12 +37,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, help="new folder")
     parser.add_argument("--revision", help="of a source on the Hub")
     parser.add_argument("--exit-layer", type=positive, help="of a Kangaroo adapter: layers of the target before it")
-    parser.add_argument("--layout", choices=LAYOUTS, help="of a DFlash or DSpark head: what a slot predicts")
+    parser.add_argument("--layout", choices=LAYOUTS, help="of a block head: what a slot predicts")
     parser.add_argument(
         "--taps",
         type=numbers,
         metavar="2,12,21",
-        help="of an EAGLE-3, DFlash or DSpark head: the target's hidden states that it reads, 2 after 2 layers",
+        help="of an EAGLE-3 or block head: the target's hidden states that it reads, 2 after 2 layers",
     )
     parsed = parser.parse(arguments)
     check_new_folder(parsed.out, "--out")

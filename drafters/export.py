@@ -4,9 +4,9 @@
     python -m drafters.export --check FOLDER [--to PROGRAM] [--target MODEL]
 
 PROGRAM is official, vllm, sglang, speculators or llama.cpp. EAGLE-3 and DFlash heads go to all, DSpark heads to all but
-the first, EAGLE heads with the decoder layer of a Llama to the first three, Kangaroo adapters of Llamas to their
-official code. Each folder gets a README.md with the command that serves it. These programs do not report a wrong name,
-shape or key of config.json: --check does, with status 1.
+the first, DFlash2 heads to all but the last, EAGLE heads with the decoder layer of a Llama to the first three, Kangaroo
+adapters of Llamas to their official code. Each folder gets a README.md with the command that serves it. These programs
+do not report a wrong name, shape or key of config.json: --check does, with status 1.
 """
 
 from pathlib import Path

@@ -342,7 +342,7 @@ class ParityConfig(Config):
     """eval.parity: a head, its target, and the engine that serves it."""
 
     target: TargetEntry
-    checkpoint: str = Field(description="folder or Hub repository of our EAGLE, EAGLE-3, DFlash or DSpark head")
+    checkpoint: str = Field(description="folder or Hub repository of our EAGLE, EAGLE-3 or block head")
     engine: Literal["vllm", "sglang", "ours"] = Field(description="ours: no engine; which reading accepts most")
     prompts: PromptsConfig | None = Field(None, description="None: the target samples the beginnings")
     count: Size = Field(80, ge=2, description="prompts, unless prompts.count is given")

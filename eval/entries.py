@@ -148,7 +148,7 @@ class EngineEntry(Config):
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository, for method draft_model")
-    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3, DFlash, DFlash2 or DSpark head; exported")
+    checkpoint: str | None = Field(None, description="our EAGLE, EAGLE-3 or block head; exported first")
     gguf: Path | None = Field(None, description="llama.cpp's model: the target as a GGUF file")
     gguf_type: Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"] | None = Field(
         None, description="llama.cpp first converts the file to this type; None: no conversion"

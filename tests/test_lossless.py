@@ -15,7 +15,7 @@ import pytest
 import tiny_run
 import torch
 from programs import status
-from rigged import dflash, dspark, eagle, medusa
+from rigged import dflash, dflash2, dspark, eagle, medusa
 from torch import Tensor
 
 from drafters import Drafter, TargetModel
@@ -315,13 +315,15 @@ def test_auto_is_certified_by_fixed_shapes(tmp_path: Path) -> None:
         (eagle, ["chain", "static"]),
         (medusa, ["chain", "static"]),
         (dflash, ["chain", "tree"]),
+        (dflash2, ["chain", "tree"]),
         (dspark, ["chain", "tree"]),
     ],
 )
 def test_shapes_of_each_method(make: Any, trees: list[str]) -> None:
     """Catches a block drafter that is certified with a tree of EAGLE, which it refuses, or with its chain only."""
     entry = DrafterEntry(drafter=make.__name__)
-    drafter = make(toy(), None, "auto", **({"taps": [1, 2]} if make in (dflash, dspark) else {}))
+    more = {"taps": [1, 2]} if make in (dflash, dflash2, dspark) else {}
+    drafter = make(toy(), None, "auto", **more | ({"selector_top_k": 3} if make is dflash2 else {}))
     shapes = [one.grid and one.grid["tree"] for one in made.certified_entries(entry, drafter)]
     assert shapes == [*([tree] for tree in trees), None]
     for tree in trees:

@@ -312,7 +312,7 @@ def test_every_model_has_its_recipes() -> None:
     for file in recipes.recipes():
         config = load_config(schema_of(file.parent.name), file)
         if config.features == "online":
-            assert config.drafter in ("eagle3", "dflash", "dspark")
+            assert config.drafter in ("eagle3", "dflash", "dflash2", "dspark")
             assert config.taps == ()  # the target's depth decides
             if isinstance(config, DFlashConfig):
                 assert (config.learning_rate, config.head.layers, config.anchors) == (6e-4, 5, 512)
