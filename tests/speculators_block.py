@@ -1,6 +1,7 @@
-"""Run in the environment of speculators: hidden states of its own DFlash class for an exported folder.
+"""Run in the environment of speculators: what its own DFlash or DFlash2 class computes for an exported folder.
 
-python speculators_block.py FOLDER INPUTS OUT    (safetensors: states, ids, loss_mask -> hidden, places)
+python speculators_block.py FOLDER INPUTS OUT    (safetensors: states, ids, loss_mask -> hidden, places; of DFlash2 also
+previous, candidates, scores)
 """
 
 import sys
@@ -18,7 +19,7 @@ def main() -> None:
     model = SpeculatorModel.from_pretrained(folder, torch_dtype=torch.float32).eval()
     given = load_file(inputs)
     states, ids = given["states"], given["ids"]
-    hidden, _, _, _, places = model._backbone_forward(
+    hidden, logits, _, _, places = model._backbone_forward(
         states,
         ids,
         given["loss_mask"],
@@ -26,7 +27,12 @@ def main() -> None:
         torch.zeros_like(ids),
         max_anchors=5,
     )
-    save_file({"hidden": hidden.contiguous(), "places": places}, out)
+    found = {"hidden": hidden.contiguous(), "places": places}
+    if hasattr(model, "candidate_selector"):  # any tokens before the slots
+        found["previous"] = ids[:, : hidden.shape[1]].contiguous()
+        pair = model.candidate_selector.select(logits, hidden, found["previous"])
+        found |= dict(zip(("candidates", "scores"), (part.contiguous() for part in pair), strict=True))
+    save_file(found, out)
 
 
 if __name__ == "__main__":

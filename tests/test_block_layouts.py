@@ -43,6 +43,7 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vllm dflash2": ("vllm", "dflash2", {"sliding_window": 8, "mask_embedding": True}),
     "sglang dflash2": ("sglang", "dflash2", {"sliding_window": 8, "selector_top_k": 3}),
     "speculators dflash2": ("speculators", "dflash2", {"selector_rank": 5}),
+    "speculators dflash2, anchor first": ("speculators", "dflash2", FIRST),
 }
 
 
@@ -200,7 +201,6 @@ UNSERVED: list[tuple[str, str, dict[str, Any], str]] = [
     ("official", "dflash", {"mask_embedding": True}, "embeds the mask token as the target does .mask_embedding: false"),
     ("sglang", "dflash2", {"mask_embedding": True}, "embeds the mask token as the target does"),
     ("vllm", "dspark", FIRST | {"mask_embedding": True}, "embeds the mask token as the target does"),
-    ("speculators", "dflash2", FIRST, "its DFlash2 predicts no token at the anchor .layout fill-in"),
     ("vllm", "dflash2", FIRST, "predicts no token at the anchor"),
     ("llama.cpp", "dflash2", {}, "is of the method 'dflash2'; llama.cpp loads a DFlash head"),
     ("vllm", "dflash", {"taps": [3, 1]}, r"taps are \[3, 1\]; train one with \[1, 3\]"),

@@ -1,4 +1,4 @@
-"""speculators' own DFlash class on our exports: windows, their edges, what the rows of a block see of one another."""
+"""speculators' own DFlash and DFlash2 classes on our exports: windows, what rows of a block see, the selector."""
 
 import json
 import subprocess
@@ -19,20 +19,24 @@ from drafters.layouts.export import export
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-speculators/bin/python"
 TOKENS = 40
-CASES: dict[str, dict[str, Any]] = {
-    "its default": ANCHORED,
-    "some full layers": ANCHORED | {"full_layers": [1]},
-    "both ways": ANCHORED | {"causal": False},
-    "no windows": {},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "its default": ("dflash", ANCHORED),
+    "some full layers": ("dflash", ANCHORED | {"full_layers": [1]}),
+    "both ways": ("dflash", ANCHORED | {"causal": False}),
+    "no windows": ("dflash", {}),
+    "dflash2": ("dflash2", ANCHORED | {"causal": False}),
+    "dflash2, three rows, no windows": ("dflash2", {"conv_kernel_size": 3}),
 }
 pytestmark = pytest.mark.skipif(not PYTHON.is_file(), reason="no .venv-speculators: make .venv-speculators/.installed")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_its_class_computes_what_our_head_does(case: str, tmp_path: Path) -> None:
-    """Catches a window that is one token longer or shorter there, one that moves, and another causality."""
+    """Catches a window that is one token longer or shorter there, one that moves, another causality, convolutions with
+    other channels or rows, and a selector that scores otherwise."""
+    method, options = CASES[case]
     target = test_eagle3_layouts.save_target(tmp_path / "target")
-    head = test_block_layouts.save_head(tmp_path / "head", "dflash", target, **CASES[case])
+    head = test_block_layouts.save_head(tmp_path / "head", method, target, **options)
     export(head, "speculators", tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")  # exports name no folders
@@ -52,3 +56,8 @@ def test_its_class_computes_what_our_head_does(case: str, tmp_path: Path) -> Non
         weights, context = drafter.module.state_dict(), states[0, :anchor]
         expected = block_states(weights, drafter.module.config, context, block, shape)
         torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+    if "scores" in theirs:
+        hidden, tokens, candidates = (theirs[name][0] for name in ("hidden", "previous", "candidates"))
+        logits = hidden @ target.model.get_output_embeddings().weight.T
+        found = drafter.module.candidate_selector(logits.gather(-1, candidates), candidates, hidden, tokens)
+        torch.testing.assert_close(found, theirs["scores"][0], atol=1e-4, rtol=1e-4)

@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from drafters.common.wording import shortened
 from drafters.heads.block.forms import BlockForms
 from drafters.heads.block.reading import number
-from drafters.heads.block.shape import FILL_IN
 from drafters.heads.dflash2.module import CODEBOOKS, DFlash2Head
 from drafters.heads.dflash2.shape import DFlash2Shape
 
@@ -59,13 +58,6 @@ class DFlash2Forms(BlockForms):
 
     def own_keys(self, shape: Any) -> dict[str, Any]:
         return {key: getattr(shape, key) for key in OWN_KEYS} | {"block_size": shape.rows}
-
-    def limits(self, shape: Any, target: PretrainedConfig) -> dict[str, list[tuple[bool, str]]]:
-        found = super().limits(shape, target)
-        found["speculators"].append(
-            (shape.layout != FILL_IN, f"its DFlash2 predicts no token at the anchor (layout {FILL_IN})")
-        )
-        return found
 
 
 DFLASH2_FORMS = DFlash2Forms(
