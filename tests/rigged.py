@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.config import SHIFTED, HeadInputs
-from drafters.drafting.grow import Slots
+from drafters.drafting.grow import Marginals, Slots
 from drafters.drafting.tree_plan import TreePlan
 from drafters.heads.eagle.module import EagleHead
 from drafters.heads.eagle.shape import EagleShape
@@ -27,6 +27,7 @@ from drafters.methods.block import BlockHead
 from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, EagleOptions, FeatureHead
 from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaOptions, ParallelHeads
+from drafters.methods.peagle import ParallelFeatures, PEagleDrafter
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import identity
 from drafters.policy.copies import CopyPolicy
@@ -218,16 +219,32 @@ class OracleBlock(BlockHead):
     noise = 0.0
 
     def states(self, state: DecodeState) -> torch.Tensor:
-        states = super().states(state)
-        for row, known in enumerate(state.tokens):
-            tokens = list(known)
-            for slot in range(states.shape[1]):
-                true = features_after(self.target, [tokens])[tuple(tokens)]
-                generator = torch.Generator().manual_seed(len(tokens))
-                scale = self.noise * true.float().pow(2).mean().sqrt()
-                states[row, slot] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
-                tokens.append(int(self.target.lm_head(true).argmax()))
-        return states
+        return foretold(self, super().states(state), state)
+
+
+class OracleParallel(ParallelFeatures):
+    """The same for a P-EAGLE head."""
+
+    noise = 0.0
+
+    def slots(self, state: DecodeState, plan: TreePlan | None) -> Slots:
+        super().slots(state, plan)
+        width = self.target.hidden_size
+        states = torch.empty(state.batch, self.depth, width, device=self.target.device, dtype=self.target.dtype)
+        return Marginals(self.lm_head(foretold(self, states, state)))
+
+
+def foretold(head: Any, states: torch.Tensor, state: DecodeState) -> torch.Tensor:
+    """``states [B, D, H]``, filled with the target's features along its greedy continuation, plus the head's noise."""
+    for row, known in enumerate(state.tokens):
+        tokens = list(known)
+        for slot in range(states.shape[1]):
+            true = features_after(head.target, [tokens])[tuple(tokens)]
+            generator = torch.Generator().manual_seed(len(tokens))
+            scale = head.noise * true.float().pow(2).mean().sqrt()
+            states[row, slot] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
+            tokens.append(int(head.target.lm_head(true).argmax()))
+    return states
 
 
 def shaken(module: Any) -> Any:
@@ -263,6 +280,25 @@ def block_drafter(
     if noise is None:
         return new_drafter(name, target, shaken(head), **given)
     return with_head(new_drafter(name, target, head, **given), OracleBlock, noise)
+
+
+PEAGLE: dict[str, Any] = {"taps": [1, 2, 3], "mask_token_id": 2, "depths": 4, "layers": 2}
+
+
+def peagle(target: TargetModel, tree: str, noise: float | None = None, **more: Any) -> Any:
+    """A P-EAGLE drafter with a random head; ``noise`` makes it an oracle."""
+    given = PEAGLE | {"tree": tree} | more
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head: Any = new_head(PEagleDrafter, target.config, **given)
+        if (count := given.get("draft_vocab_size")) is not None:
+            head.d2t.copy_(torch.randperm(target.vocab_size)[:count].sort().values - torch.arange(count))
+    if noise is None:
+        return new_drafter(PEagleDrafter, target, shaken(head), **given)
+    head.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight.detach())
+    drafter = with_head(new_drafter(PEagleDrafter, target, head, **given), OracleParallel, noise)
+    drafter.lm_head.enter = identity
+    return drafter
 
 
 def dflash(target: TargetModel, noise: float | None, tree: str, layout: str = "fill-in", **options: Any) -> Any:

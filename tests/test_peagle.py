@@ -9,10 +9,9 @@ import pytest
 import tiny
 import tiny_run
 import torch
-from by_keys import new_drafter, new_head
 from conformance import NO_EOS, prompt, target_of
 from pydantic import ValidationError
-from rigged import goes_by, shaken
+from rigged import PEAGLE, goes_by, peagle
 from test_eagle3 import described, first_features, rms
 from test_eagle3_layouts import rewrite, save_target, written
 from tiny import VOCAB_SIZE
@@ -24,7 +23,6 @@ from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoin
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export
 from drafters.loop.state import DecodeState
-from drafters.methods.peagle import PEagleDrafter
 from eval.measure.mistakes import declared
 from train.core.task import make_task
 from train.core.weights import draft_with
@@ -32,7 +30,6 @@ from train.data.packing import collate
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
-KEYS: dict[str, Any] = {"taps": [1, 2, 3], "mask_token_id": 2, "depths": 4, "layers": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one layer, 3.1": {"layers": 1, "fc_norm": True, "norm_output": True},
@@ -40,17 +37,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"layer": "qwen3", "own_lm_head": False},
     "window": {"sliding_window": 5},
 }
-
-
-def peagle(target: TargetModel, tree: str, **more: Any) -> Any:
-    """A drafter with a random head."""
-    given = KEYS | {"tree": tree} | more
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        head: Any = new_head(PEagleDrafter, target.config, **given)
-        if (count := given.get("draft_vocab_size")) is not None:
-            head.d2t.copy_(torch.randperm(target.vocab_size)[:count].sort().values - torch.arange(count))
-    return new_drafter(PEagleDrafter, target, shaken(head), **given)
 
 
 def slots(drafter: Any, known: list[int]) -> Tensor:
@@ -101,6 +87,8 @@ def test_drafts_equal_the_head_from_scratch(variant: str, temperature: float) ->
     assert compared.count(0) > 5 and compared.count(1) > 5
 
 
+TestChainAll = conformance.suite(lambda t: peagle(t, "chain", 0.0), accepts="all", families=("llama",))
+TestTreeSome = conformance.suite(lambda t: peagle(t, "tree", 0.4, nodes=12), accepts="some", families=("llama",))
 TestChain = conformance.suite(lambda t: peagle(t, "chain", draft_vocab_size=60), families=("llama", "qwen3"))
 TestTree = conformance.suite(lambda t: peagle(t, "tree", nodes=12, top_k=4), families=("llama",))
 TestAuto = conformance.suite(lambda t: goes_by(peagle(t, "auto")), families=("llama",))
@@ -205,7 +193,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 
 def save_head(folder: Path, target: TargetModel, **options: Any) -> str:
     head = peagle(target, "chain", **options).module
-    save_checkpoint(folder, head.state_dict(), make_config("peagle", KEYS | options, target), dtype=None)
+    save_checkpoint(folder, head.state_dict(), make_config("peagle", PEAGLE | options, target), dtype=None)
     return str(folder)
 
 
@@ -244,8 +232,8 @@ def test_what_released_folders_lack(saved: TargetModel, tmp_path: Path) -> None:
 
 def test_bad_keys(saved: TargetModel) -> None:
     """Catches a mask token beyond the vocabulary, and a window that a draft does not fit into."""
-    shape = PEagleShape(**KEYS | {"mask_token_id": 97})
+    shape = PEagleShape(**PEAGLE | {"mask_token_id": 97})
     with pytest.raises(ValueError, match="mask_token_id is 97, and the target's vocabulary has 97 tokens"):
         shape.check(saved.config)
     with pytest.raises(ValidationError, match="depths"):
-        PEagleShape(**KEYS | {"depths": 1})
+        PEagleShape(**PEAGLE | {"depths": 1})
