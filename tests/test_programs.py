@@ -181,6 +181,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
             "is -1.0; give 0",
         ),
     ],
+    "train.tools.candidates": [
+        (["--checkpoint", "none", "--features", "features"], "none holds no config.json"),
+        (["--checkpoint", "checkpoints/stdlib-eagle", "--features", "features", "--recall", "2"], "recall"),
+    ],
     "train.tools.summary": [(["none"], "no training run to sum up in none")],
 }
 # How a program is told where to write, by its name: a file, or a folder.
