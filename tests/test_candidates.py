@@ -1,6 +1,7 @@
 """Candidates of an LM head: lossless, by the right ids, the pair that is best, and its way through checkpoints."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def with_pair(drafter: Any, count: int, rank: int = 40, **options: Any) -> Any:
         made = with_head(made, rigs[0], head.noise)
         made.lm_head.enter = head.lm_head.enter
     return made
+
+
+@pytest.fixture(autouse=True)
+def always(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Candidates for any number of inputs: tiny vocabularies have fewer rows than most drafts have candidates."""
+    if request.node.name == "test_many_inputs_read_the_whole_head":
+        yield
+        return
+    with mock.patch.object(Candidates, "reads_less", lambda *given: True):
+        yield
 
 
 KEPT = 80
@@ -100,7 +111,7 @@ def test_as_many_candidates_as_tokens_draft_the_same(name: str) -> None:
     """Catches logits of other rows than those named, a correction of other rows, and a draft of other ids."""
     target = target_of("llama")
     drafter = MAKE[name](target)
-    every = len(drafter.lm_head.whole_head[0]) - 1  # with all of them the whole LM head is read
+    every = len(drafter.lm_head.whole_head[0])
     traces = []
     for count in (None, every):
         chosen: Any = with_pair(drafter, every) if count else again_without(drafter)
@@ -227,26 +238,26 @@ def test_a_checkpoint_there_and_back(
     assert result.tokens[0].tolist() == plain_greedy(target, [5, 6, 7], 20)
 
 
-def test_the_cheapest_pair_with_the_recall(
+def test_the_fastest_pair_with_the_recall(
     target: TargetModel, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a choice by rank or count alone, a recall that is not that of drafts, and a second fit on the first."""
     eagle(target, None, "chain").save_pretrained(tmp_path)
-    with mock.patch.multiple(fitting, RANKS=(8, 16, 24), COUNTS=(4, 8, 16, 24)):
-        run(tmp_path, features, "--recall", "0.9")
+    with mock.patch.multiple(fitting, RANKS=(8, 16, 24), COUNTS=(2, 4, 8)):
+        run(tmp_path, features, "--recall", "0.75")
         first = (tmp_path / "model.safetensors").read_bytes()
-        run(tmp_path, features, "--recall", "0.9")
+        run(tmp_path, features, "--recall", "0.75")
         assert (tmp_path / "model.safetensors").read_bytes() == first
         with pytest.raises(
             ValueError, match=r"is as it was: no pair .* has a recall of 1.0, the best of all 0\.\d+ with"
         ):
-            run(tmp_path, features, "--recall", "1", "--count", "4")
+            run(tmp_path, features, "--recall", "1", "--count", "1")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    curve = {(int(row[0]), count): float(row[1 + at]) for row in lines[2:5] for at, count in enumerate((4, 8, 16, 24))}
+    curve = {(int(row[0]), count): float(row[1 + at]) for row in lines[2:5] for at, count in enumerate((2, 4, 8))}
     config, weights = checkpoint.load_checkpoint(tmp_path)
     chosen = weights["candidates_c"].shape[0], config["drafter"]["candidates"]
-    share = {one: one[0] * (97 + 48) + one[1] * 48 for one in curve}
-    assert chosen == min((one for one in curve if curve[one] >= 0.9), key=share.__getitem__)
+    share = {one: one[0] * (97 + 48) + 8 * one[1] * 48 for one in curve}
+    assert chosen == min((one for one in curve if curve[one] >= 0.75), key=share.__getitem__)
 
 
 def test_what_is_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:

@@ -104,6 +104,10 @@ class Candidates:
         if (quantization := draft_dtype(dtype, weight.device)) is not None:
             self._outer.quantize(quantization)
 
+    def reads_less(self, inputs: Tensor) -> bool:
+        """Return True if the inputs ``[..., H]`` have fewer candidates than the LM head has rows."""
+        return inputs[..., 0].numel() * self.count < len(self._weight)
+
     def __call__(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., H]`` -> logits ``[..., k]`` and rows ``[..., k]``."""
         with model_time():

@@ -117,16 +117,11 @@ class DraftHead:
         return head.weight.detach(), None if head.bias is None else head.bias.detach()
 
     def scored(self, features: Tensor) -> Scores:
-        """Logits of the candidates of features ``[..., H]``; without candidates, of all tokens.
-
-        Many features have more candidates than the LM head has rows; then the whole LM head is the smaller read.
-        """
-        known = self.candidates
-        among = len(self.whole_head[0])
-        if known is None or features[..., 0].numel() * known.count >= among:
+        """Logits of the candidates of features ``[..., H]``; of all tokens if there are none, or if that reads less."""
+        if self.candidates is None or not self.candidates.reads_less(features):
             return Scores(self(features))
-        logits, places = known(self.enter(features))
-        return Scores(logits if self._change is None else self._change(logits), places, among)
+        logits, places = self.candidates(self.enter(features))
+        return Scores(logits if self._change is None else self._change(logits), places, len(self.whole_head[0]))
 
     def read(self, rows: Sequence[list[int]]) -> None:
         """Take in the text of each sequence, whose tokens this head's last rows are: before anything is drafted."""

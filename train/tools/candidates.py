@@ -4,7 +4,7 @@
 
 The drafter answers prompts of the store's heldout/ in the decoding loop, once greedily and once sampled. Half of the
 prompts give the second moment of what its LM head reads. The other half gives the recall by rank and number of
-candidates: how often the LM head's first choice is among the candidates. The cheapest pair with ``--recall`` is
+candidates: how often the LM head's first choice is among the candidates. The fastest pair with ``--recall`` is
 written: model.safetensors gets candidates_a, candidates_c and candidates_lm_head, config.json the option candidates.
 """
 
@@ -20,8 +20,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--features", type=Path, required=True, help="feature store whose heldout/ has the prompts")
     parser.add_argument("--target", help="folder or Hub repository, if not the one that the drafter names")
     parser.add_argument("--recall", type=float, default=0.99, help="least recall of the LM head's first choice")
-    parser.add_argument("--rank", type=positive, help="rank of the pair; default: the cheapest with the recall")
-    parser.add_argument("--count", type=positive, help="number of candidates; default: the cheapest with the recall")
+    parser.add_argument("--rank", type=positive, help="rank of the pair; default: the fastest with the recall")
+    parser.add_argument("--count", type=positive, help="number of candidates; default: the fastest with the recall")
     parser.add_argument("--prompts", type=positive, default=128, help="most prompts")
     parser.add_argument("--new-tokens", type=positive, default=128, help="most tokens of an answer")
     parsed = parser.parse(arguments)
