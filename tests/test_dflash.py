@@ -16,7 +16,7 @@ from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
 from drafters import TargetModel, generate, generate_many, load_drafter
-from drafters.drafting.grow import Marginals, fill, likeliest
+from drafters.drafting.grow import Marginals, Slots, fill, likeliest
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.block import DFlashDrafter, DSparkDrafter
@@ -324,10 +324,8 @@ def beam(scores: dict[tuple[int, ...], float], width: int) -> list[tuple[int, ..
     return found
 
 
-class Bigrams:
+class Bigrams(Slots):
     """Slots that depend on the token before them."""
-
-    shared = False
 
     def __init__(self, base: Tensor, bigram: Tensor) -> None:
         self.base, self.bigram = base, bigram

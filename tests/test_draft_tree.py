@@ -17,6 +17,7 @@ from drafters.learned import LearnedDrafter
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree, Extra, tree_mask
 from drafters.methods.eagle import FeatureSlots
+from drafters.model.draft_head import Scores
 from drafters.model.rows import Rows
 
 CPU = torch.device("cpu")
@@ -117,6 +118,9 @@ class FakeHead:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         return torch.stack([self.logits_of(self.paths[int(f)]) for f in features[0, :, 0]])[None]
+
+    def scored(self, features: torch.Tensor) -> Scores:
+        return Scores(self(features))
 
     def tokens(self, places: torch.Tensor) -> torch.Tensor:
         return places

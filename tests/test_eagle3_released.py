@@ -166,7 +166,7 @@ SERVED_WRONG: dict[str, tuple[Change, str]] = {
         "RoPE is .*10000.*, and was .*500000.* in training",
     ),
     "missing": (lambda c, w: w.pop("norm.weight"), "missing tensors: norm.weight .they would be left random"),
-    "unknown": (lambda c, w: w.update({"mask_hidden": torch.ones(1)}), "unknown tensors: mask_hidden"),
+    "unknown": (lambda c, w: w.update({"scale": torch.ones(1)}), "unknown tensors: scale"),
     "NaN": (lambda c, w: w["norm.weight"][3:4].fill_(torch.nan), "norm.weight holds NaN"),
     "shape": (lambda c, w: w.update({"norm.weight": torch.ones(47)}), r"norm.weight is \[47\], and .* \[48\]"),
     "dtype": (lambda c, w: w.update({"norm.weight": w["norm.weight"].double()}), "the tensors are float32, float64"),
