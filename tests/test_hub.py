@@ -64,6 +64,8 @@ def login(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lo
 
     def switch(token: str | None = TOKEN, home: str = "home") -> None:
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        # What transformers keeps of an earlier test names that test's server, which answers its open connections.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.setattr("drafters.hub.publishing.WAIT", 0.0)
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
