@@ -31,9 +31,8 @@ from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.ends import load_frozen_ends, load_norm
 from drafters.model.fused import FAMILIES
 from drafters.model.stock import body_of, decoder_layers
-from train.configs import EagleConfig
 from train.core.losses import Pairs
-from train.eagle import EagleTask
+from train.eagle import EagleConfig, EagleTask
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "targets.md"
 LAYERS, LONG = 3, 12

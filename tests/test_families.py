@@ -43,8 +43,8 @@ from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.check import ROWS
 from drafters.model.ends import load_frozen_ends
 from drafters.model.text_lm import with_causal_lm
-from train.configs import EagleConfig
 from train.core.attention import use_dialogue_attention
+from train.eagle import EagleConfig
 from train.preflight.estimate import meta_task
 
 NEW_TOKENS = 12

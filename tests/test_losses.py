@@ -19,13 +19,12 @@ from data_prep.store.reader import FeatureStore
 from drafters.heads.eagle.module import EagleHead
 from drafters.model.ends import FrozenEnds, LMHead
 from drafters.model.stock import LogitChange
-from train.configs import EagleConfig, KangarooConfig
 from train.core import losses
 from train.core.attention import use_dialogue_attention
 from train.core.losses import Pairs, TopK, regression_sum
 from train.data.packing import Batch, Span, collate
-from train.eagle import EagleTask, feature_noise
-from train.kangaroo import KangarooTask
+from train.eagle import EagleConfig, EagleTask, feature_noise
+from train.kangaroo import KangarooConfig, KangarooTask
 from train.watch.alpha import chain_alpha
 
 

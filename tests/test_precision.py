@@ -14,9 +14,9 @@ from drafters import TargetModel
 from drafters.common import precision
 from drafters.model.files import resolve_dtype
 from eval.configs import RooflineConfig, TargetEntry
-from train.configs import EagleConfig
 from train.core.config import OnlineData
 from train.core.runtime import dtype_of
+from train.eagle import EagleConfig
 from train.run.training import settle
 
 ROOT = Path(__file__).resolve().parents[1]

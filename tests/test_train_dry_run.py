@@ -17,8 +17,9 @@ from transformers import LlamaConfig
 
 from data_prep.configs import FeaturesConfig
 from drafters.config import load_config, validate
-from train.configs import EagleConfig, KangarooConfig, schema_of
-from train.core.block_config import DFlashConfig
+from train.configs import DFlashConfig, schema_of
+from train.eagle import EagleConfig
+from train.kangaroo import KangarooConfig
 from train.preflight import memory
 from train.preflight.dry_run import Report, check_model, dry_run
 from train.preflight.estimate import meta_task, parameters, target_parameters
@@ -43,7 +44,7 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     line = tiny_run.command("eagle", tmp_path, {**settings, "tau_every": 5}, "--dry-run", "--tokens-per-second", "100")
     code = """
 import sys
-from train.configs import EagleConfig
+from train.eagle import EagleConfig
 from train.preflight.command import main
 status = main(EagleConfig, None, sys.argv[1:])
 assert "deepspeed" not in sys.modules

@@ -20,8 +20,8 @@ from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from train import eagle
-from train.configs import EagleConfig
 from train.data.packing import Span
+from train.eagle import EagleConfig
 from train.run import limits
 from train.run.files import read_metrics
 from train.run.loop import TrainingDiverged

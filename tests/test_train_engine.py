@@ -16,10 +16,9 @@ from torch import nn
 
 from drafters.config import validate
 from drafters.heads.eagle.module import EagleHead
-from train.configs import EagleConfig
 from train.core import engine
 from train.core.losses import Pairs
-from train.eagle import EagleTask
+from train.eagle import EagleConfig, EagleTask
 from train.preflight.estimate import meta_ends
 from train.preflight.memory import memory_parts
 from train.run import loop

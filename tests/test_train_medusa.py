@@ -12,10 +12,9 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
-from train.configs import MedusaConfig
 from train.core.task import make_task
 from train.data.packing import collate
-from train.medusa import MedusaTask
+from train.medusa import MedusaConfig, MedusaTask
 from train.run.files import read_metrics
 
 DIALOGUES = [3, 0, 1, 2, 6]

@@ -21,10 +21,11 @@ from data_prep.dialogues.loss_mask import MaskedTokens
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter
 from drafters.config import validate
-from train.configs import EagleConfig, KangarooConfig
 from train.core import engine
 from train.data.online import OnlineFeatures
 from train.data.packing import collate
+from train.eagle import EagleConfig
+from train.kangaroo import KangarooConfig
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs

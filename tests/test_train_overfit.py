@@ -12,10 +12,9 @@ import torch
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.config import validate
-from train.configs import EagleConfig
 from train.core import engine
 from train.core import task as tasks
-from train.eagle import EagleTask
+from train.eagle import EagleConfig, EagleTask
 from train.preflight.overfit import Finding, clear, overfit_config, run_overfit
 from train.run.inputs import open_inputs
 

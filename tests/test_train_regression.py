@@ -14,10 +14,9 @@ from data_prep.store.reader import FeatureStore
 from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.heads.eagle.module import EagleHead
 from drafters.model.ends import FrozenEnds
-from train.configs import EagleConfig
 from train.data import regression
 from train.data.regression import RIDGE, add_nothing, fit_fc, least_squares
-from train.eagle import EagleTask
+from train.eagle import EagleConfig, EagleTask
 from train.run.files import read_metrics
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters.config import validate
-from train.configs import EagleConfig
+from train.eagle import EagleConfig
 from train.run import limits
 from train.run.files import Metrics, StateFolder, check_run_folder, read_metrics
 from train.run.state import SavedState, checksums

@@ -15,11 +15,10 @@ from drafters import TargetModel
 from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.methods.eagle import EagleDrafter
 from drafters.model.ends import FrozenEnds
-from train.configs import EagleConfig
 from train.core.engine import checkpoint_activations
 from train.core.unroll import unrolled
 from train.data.packing import Batch, collate
-from train.eagle import EagleTask
+from train.eagle import EagleConfig, EagleTask
 from train.preflight.estimate import meta_task
 from train.preflight.memory import pass_memory
 from train.run.files import read_metrics

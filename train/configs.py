@@ -1,6 +1,6 @@
-"""The YAML schemas of the programs in train/, without torch: a mistyped key is answered within a second.
+"""Schemas without torch that several programs of train/ use: a mistyped key is answered within a second.
 
-Keys of every drafter's training are in train/core/config.py.
+Keys of every drafter's training are in train/core/config.py, those of one method in ``train/<method>.py``.
 """
 
 from importlib import import_module
@@ -12,14 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from data_prep.dialogues.reader import source_digest
 from drafters.config import Amount, Config, DraftSize, Length, Size
-from drafters.heads.eagle.shape import EagleShape
+from drafters.heads.block.shape import BlockShape
 from drafters.heads.eagle3.shape import Eagle3Shape
-from drafters.heads.kangaroo.shape import KangarooShape
-from drafters.heads.medusa.shape import MedusaShape
-from drafters.heads.peagle.shape import PEagleShape
 from drafters.methods import method_names
-from train.core.block_config import DFlash2Config, DFlashConfig, DSparkConfig
-from train.core.config import Decay, Lora, TrainConfig, Weight
+from train.core.config import Decay, TrainConfig, Weight
 
 
 def trained_methods() -> list[str]:
@@ -39,43 +35,9 @@ def templates() -> list[Path]:
 
 
 def schema_of(method: str) -> type[TrainConfig]:
-    """The schema of a method's training: one of ``SCHEMAS``, or that of the task in ``train/<method>.py``."""
-    if method in SCHEMAS:
-        return SCHEMAS[method]
+    """The schema of the task in ``train/<method>.py``."""
     schema: type[TrainConfig] = import_module("train.core.task").task_class(method).schema
     return schema
-
-
-class EagleConfig(TrainConfig):
-    """The keys of an EAGLE run."""
-
-    drafter: ClassVar[str] = "eagle"
-    older: ClassVar[dict[str, Any]] = {"layer": "target"}
-
-    head: EagleShape
-    classification_weight: Weight = Field(0.1, description="w_cls of the EAGLE paper, section 3.2")
-    start: Literal["random", "regression"] = Field(
-        "random", description="first weights of fc: docs/training-options.md"
-    )
-    noise: Literal["paper", "code", "none"] = "paper"
-    mask_alignment: Literal["shifted", "paper-code"] = "shifted"
-    unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")
-    unroll_weight: Weight = Field(1.0, gt=0, description="factor on the loss of each further prediction")
-
-    @property
-    def solves_weights(self) -> bool:
-        return self.start == "regression"
-
-    @model_validator(mode="after")
-    def _has_what_to_feed_back(self) -> Self:
-        inputs = self.head.inputs
-        if inputs == "token" and self.unroll > 1:
-            raise ValueError(f"unroll: {self.unroll} feeds features back, and inputs: token has none; set unroll=1")
-        if self.start == "regression" and not self.head.has_fc:
-            raise ValueError(f"start: regression fits fc, and inputs: {inputs} has none; set start=random")
-        if self.start == "regression" and self.init_from is not None:
-            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
-        return self
 
 
 class Eagle3Config(TrainConfig):
@@ -117,111 +79,78 @@ class Eagle3Config(TrainConfig):
         return self
 
 
-class PEagleConfig(Eagle3Config):
-    """The keys of a P-EAGLE run: those of EAGLE-3, whose steps are the head's depths.
+class DFlashConfig(TrainConfig):
+    """The keys of a DFlash run.
 
-    ``keep``, ``keep_least``: COD sampling. A share of max(keep^d, keep_least) of the positions trains depth d; those
-    that train a depth train the ones before it, too.
+    The loss of a token is ``token_weight`` times the cross-entropy of the text's token, and ``target_weight`` times
+    ``classification_loss``, which compares with the target's distribution. Both are multiplied with a weight of the
+    token's position in its block, by ``position_weights``:
+
+    - exponential: exp(-(k - 1) / gamma) at position k, divided by the mean over a block's positions (DFlash);
+    - d-pace: w_k = sum_{m >= k} prod_{i <= m} (1 + a_i) / 2, with a_i the acceptance rate at position i (D-PACE, arXiv
+      2605.18810): the probability of the text's token, or with ``target_weight`` the overlap of both distributions. It
+      costs a second product with the LM head;
+    - uniform: 1.
     """
 
-    drafter: ClassVar[str] = "peagle"
+    drafter: ClassVar[str] = "dflash"
+    sizes_lm_head: ClassVar[bool] = True
 
-    head: PEagleShape
-    ttt_steps: int = Field(1, ge=1, le=1, description="not of this head: its depths are trained")
-    step_decay: float = Field(1.0, ge=0.01, le=1, description="weight of a depth's loss, as a share of the one before")
-    keep: float = Field(0.7, gt=0, le=1, description="share of the positions of a depth that train the next one")
-    keep_least: float = Field(0.2, ge=0, le=1, description="share of all positions that train every depth")
+    head: BlockShape
+    anchors: Amount = Field(512, ge=1, description="most blocks of a dialogue; each epoch draws others")
+    anchor_share: float = Field(
+        1.0, gt=0, le=1, description="the same, as a share of the positions that can be anchors"
+    )
+    token_weight: Weight = Field(1.0, description="weight of the cross-entropy of the text's tokens")
+    target_weight: Weight = Field(0.0, description="weight of classification_loss, from the target's distribution")
+    position_weights: Literal["exponential", "d-pace", "uniform"] = Field("exponential", description="see above")
+    gamma: float | None = Field(
+        None, ge=0.1, description="of exponential weights, in positions; null: 7, 5, 4 for blocks of 16, 10, 8 rows"
+    )
 
     @property
-    def shape(self) -> PEagleShape:
+    def decay(self) -> float:
+        """gamma; its defaults are the paper's, and straight lines through them."""
+        size = self.head.rows
+        return self.gamma or (size / 2 if size <= 10 else (size + 5) / 3)
+
+    @classmethod
+    def default(cls, key: str) -> Any:
+        """A key's default."""
+        return cls.model_fields[key].default
+
+    @property
+    def shape(self) -> BlockShape:
         return self.head.model_copy(update={"draft_vocab_size": self.draft_vocab})
 
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.draft_vocab is not None
+
     @model_validator(mode="after")
-    def _has_room_for_its_depths(self) -> Self:
-        if (window := self.head.sliding_window) is not None and window <= self.head.depths:
+    def _has_a_loss(self) -> Self:
+        if not self.token_weight and not self.target_weight:
+            raise ValueError("token_weight and target_weight are both 0, so that there is no loss; set one of them")
+        if not self.target_weight and self.classification_loss != self.default("classification_loss"):
+            raise ValueError(f"classification_loss is {self.classification_loss}, and target_weight is 0; set both")
+        if self.top_k_weight:
+            raise ValueError(f"top_k_weight is {self.top_k_weight}, which block drafters do not use; leave it out")
+        if self.gamma is not None and self.position_weights != "exponential":
+            raise ValueError(f"gamma is {self.gamma}, and position_weights is {self.position_weights}; leave gamma out")
+        return self
+
+    @model_validator(mode="after")
+    def _can_hold_its_blocks(self) -> Self:
+        size = self.head.rows
+        if self.batch_tokens <= size:
             raise ValueError(
-                f"sliding_window is {window}, and a draft of depths={self.head.depths} has to fit into it; set "
-                f"sliding_window={self.head.depths + 1} or more"
+                f"batch_tokens is {self.batch_tokens}, and a block of {size} rows needs a token before it; "
+                f"set batch_tokens={size + 1} or more"
             )
-        return self
-
-
-class KangarooConfig(TrainConfig):
-    """The keys of a Kangaroo run."""
-
-    drafter: ClassVar[str] = "kangaroo"
-
-    head: KangarooShape
-
-    @property
-    def trains_lm_head(self) -> bool:
-        return self.head.own_lm_head
-
-    @model_validator(mode="after")
-    def _keeps_its_lm_head_whole(self) -> Self:
-        if self.head.own_lm_head and self.zero_stage == 3:
-            raise ValueError("zero_stage is 3, which would split the adapter's own LM head; set 0, 1 or 2")
-        return self
-
-
-class Joint(Config):
-    """``joint:``: tune the target together with the heads (Medusa-2), which makes another target."""
-
-    lora: Lora | None = Field(
-        Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
-        description="of the target's layers, by peft; null: train all layers and the norm",
-    )
-    lambda_0: Weight = Field(0.2, gt=0, description="weight of the heads' losses beside the target's own")
-    rate: float = Field(0.25, gt=0, le=1000, description="the target's learning rate, as a share of the heads'")
-    heads_first: Amount = Field(0, ge=0, description="steps without updates of the target; then its rate warms up, too")
-
-
-class MedusaConfig(TrainConfig):
-    """The keys of a Medusa run.
-
-    ``labels: target`` learns the target's distribution of the token that a head predicts, ``tokens`` the text's token,
-    as published. The distribution has more information per token, and verifies drafts, also on text that the target did
-    not write. Held-out figures compare with the target's distribution in both cases.
-    """
-
-    drafter: ClassVar[str] = "medusa"
-
-    head: MedusaShape
-    labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
-    head_decay: Decay = Field(0.8, description="weight of head k's loss: lambda_k = head_decay^k")
-    joint: Joint | None = None
-
-    @property
-    def tuned_folder(self) -> Path:
-        """The folder of the tuned target, with ``joint``."""
-        return self.out / "target"
-
-    @property
-    def measured_target(self) -> dict[str, Any]:
-        return super().measured_target if self.joint is None else {"path": str(self.tuned_folder)}
-
-    @property
-    def trains_lm_head(self) -> bool:
-        return self.head.own_lm_heads
-
-    @property
-    def computes_in(self) -> str:
-        return "float32" if self.head.own_lm_heads else self.precision
-
-    @model_validator(mode="after")
-    def _has_such_a_loss(self) -> Self:
-        if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
-            raise ValueError("labels: tokens needs classification_loss: cross_entropy and top_k_weight: 0; set them")
-        if self.head.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
-            # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
-            raise ValueError("with own_lm_heads, set precision=float32 zero_stage=0 or own_lm_heads=false")
-        for key in ("own_lm_heads", "lora", "loss_vocab", "top_k_weight") if self.joint else ():
-            if value := getattr(self.head if key == "own_lm_heads" else self, key):
-                raise ValueError(f"{key} is {value}, and joint tunes the whole target (or by joint.lora); leave it out")
-        if self.joint and self.classification_loss != "cross_entropy":
-            raise ValueError(f"joint needs classification_loss: cross_entropy, found {self.classification_loss}")
-        if self.joint and self.zero_stage == 3:
-            raise ValueError("zero_stage is 3, and joint trains at 0, 1 or 2; set one of these")
+        if self.draft_vocab is not None and self.loss_vocab is not None:
+            raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set only that")
+        if self.trains_lm_head and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split weights that the loss multiplies with; set 0, 1 or 2")
         return self
 
 
@@ -300,23 +229,6 @@ class DraftModelConfig(TrainConfig):
         if self.zero_stage == 3:
             raise ValueError("zero_stage is 3, which would split the draft model's LM head; set 0, 1 or 2")
         return self
-
-
-# By method, the schemas that are read without torch.
-SCHEMAS: dict[str, type[TrainConfig]] = {
-    schema.drafter: schema
-    for schema in (
-        EagleConfig,
-        Eagle3Config,
-        PEagleConfig,
-        DFlashConfig,
-        DFlash2Config,
-        DSparkConfig,
-        KangarooConfig,
-        MedusaConfig,
-        DraftModelConfig,
-    )
-}
 
 
 class BoostConfig(Config):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.core.block_config import DFlashConfig
+from train.configs import DFlashConfig
 from train.preflight.command import program
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
@@ -271,3 +271,6 @@ def runs(trained: Tensor) -> Tensor:
     index = torch.arange(len(trained))
     ends = torch.where(trained, len(trained), index).flip(0).cummin(0).values.flip(0)
     return ends - index
+
+
+TASK = DFlashTask

@@ -10,17 +10,57 @@ Processes and files are those of train/eagle.py.
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.core.block_config import DFlash2Config
+from pydantic import Field, model_validator
+
+from drafters.heads.dflash2.shape import DFlash2Shape
+from train.configs import DFlashConfig
+from train.core.config import Weight
 from train.preflight.command import program
+
+
+class DFlash2Config(DFlashConfig):
+    """The keys of a DFlash2 run: those of DFlash, and of the selector.
+
+    The loss is that of speculators: cross-entropy with the target's distribution over all tokens, and
+    ``selector_weight`` times that of the text's token among the candidates, both weighted by ``position_weights``.
+    ``init_from`` may also be a DFlash head: new convolutions change nothing.
+    """
+
+    drafter: ClassVar[str] = "dflash2"
+    extends: ClassVar[tuple[str, ...]] = ("dflash",)
+
+    head: DFlash2Shape
+    token_weight: Weight = 0.0
+    target_weight: Weight = 1.0
+    selector_weight: Weight = Field(1.0, description="weight of the selector's cross-entropy")
+    trains: Literal["all", "selector"] = Field(
+        "all", description="selector: the rest of the head in init_from stays as it is"
+    )
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return True  # the selector, outside of the module's forward
+
+    @model_validator(mode="after")
+    def _trains_its_selector(self) -> Self:
+        for key in ("draft_vocab", "loss_vocab"):
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(f"{key} is {value}, and the selector chooses among all tokens; leave it out")
+        if not self.selector_weight:
+            raise ValueError("selector_weight is 0, which trains no selector; train a DFlash head, or set a weight")
+        if self.trains == "selector" and self.init_from is None:
+            raise ValueError("trains is selector, and the rest of the head must be a trained one; set init_from")
+        return self
+
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(DFlash2Config, __doc__)
 
 from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -102,3 +142,6 @@ class DFlash2Task(DFlashTask):
         unary, candidates = logits.topk(self.config.head.selector_top_k, dim=-1)
         scores = self.selector(unary, candidates, states, previous)
         return scores.new_full(logits.shape, -torch.inf).scatter_(-1, candidates, scores)
+
+
+TASK = DFlash2Task

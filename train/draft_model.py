@@ -135,3 +135,6 @@ class DraftModelTask(Task):
 
     def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
         export(self.config, weights, {"target": target.model_dump(), "training": training})
+
+
+TASK = DraftModelTask

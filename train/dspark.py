@@ -9,16 +9,59 @@ Processes and files are those of train/eagle.py.
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.core.block_config import DSparkConfig
+from pydantic import Field, model_validator
+
+from drafters.heads.block.shape import DSparkShape
+from train.configs import DFlashConfig
+from train.core.config import Weight
 from train.preflight.command import program
+
+
+class DSparkConfig(DFlashConfig):
+    """The keys of a DSpark run: those of DFlash, and of the Markov and the confidence head.
+
+    The default loss is the paper's, 0.1 CE + 0.9 ||p - q||_1 + BCE(confidence). ``total_variation`` is half of the L1
+    norm, so that ``target_weight`` is 1.8. The confidence head learns sum_x min(p(x), q(x)), the acceptance rate.
+    """
+
+    drafter: ClassVar[str] = "dspark"
+
+    head: DSparkShape
+    classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = "total_variation"
+    token_weight: Weight = 0.1
+    target_weight: Weight = 1.8
+    gamma: float | None = Field(None, ge=0.1, description="of exponential weights, in positions; null: 4")
+    confidence_weight: Weight = Field(1.0, description="weight of the confidence head's cross-entropy")
+
+    @property
+    def decay(self) -> float:
+        return self.gamma or 4.0
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return True  # the Markov head
+
+    @model_validator(mode="after")
+    def _trains_its_confidence(self) -> Self:
+        if self.head.confidence_head and not self.confidence_weight:
+            raise ValueError("confidence_weight is 0, which trains no confidence head; set confidence_head=false")
+        if self.head.confidence_head and not self.target_weight:
+            raise ValueError(
+                "target_weight is 0, and the confidence head learns from the target's distribution; set "
+                "confidence_head=false or a target_weight"
+            )
+        if not self.head.confidence_head and self.confidence_weight != self.default("confidence_weight"):
+            raise ValueError(f"confidence_weight is {self.confidence_weight}, and confidence_head false; leave it out")
+        return self
+
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(DSparkConfig, __doc__)
 
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -80,3 +123,6 @@ class DSparkTask(DFlashTask):
             distance = (pairs.confidence.sigmoid() - overlap).abs()
             ratios["confidence_error"] = Ratio(distance.sum(), torch.tensor(len(distance), device=distance.device))
         return ratios
+
+
+TASK = DSparkTask

@@ -10,18 +10,54 @@ The launcher starts the processes (--num_gpus N); plain `python train/eagle.py .
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.configs import EagleConfig
+from pydantic import Field, model_validator
+
+from drafters.heads.eagle.shape import EagleShape
+from train.core.config import TrainConfig, Weight
 from train.preflight.command import program
+
+
+class EagleConfig(TrainConfig):
+    """The keys of an EAGLE run."""
+
+    drafter: ClassVar[str] = "eagle"
+    older: ClassVar[dict[str, Any]] = {"layer": "target"}
+
+    head: EagleShape
+    classification_weight: Weight = Field(0.1, description="w_cls of the EAGLE paper, section 3.2")
+    start: Literal["random", "regression"] = Field(
+        "random", description="first weights of fc: docs/training-options.md"
+    )
+    noise: Literal["paper", "code", "none"] = "paper"
+    mask_alignment: Literal["shifted", "paper-code"] = "shifted"
+    unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")
+    unroll_weight: Weight = Field(1.0, gt=0, description="factor on the loss of each further prediction")
+
+    @property
+    def solves_weights(self) -> bool:
+        return self.start == "regression"
+
+    @model_validator(mode="after")
+    def _has_what_to_feed_back(self) -> Self:
+        inputs = self.head.inputs
+        if inputs == "token" and self.unroll > 1:
+            raise ValueError(f"unroll: {self.unroll} feeds features back, and inputs: token has none; set unroll=1")
+        if self.start == "regression" and not self.head.has_fc:
+            raise ValueError(f"start: regression fits fc, and inputs: {inputs} has none; set start=random")
+        if self.start == "regression" and self.init_from is not None:
+            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
+        return self
+
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(EagleConfig, __doc__)
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -136,3 +172,6 @@ def feature_noise(features: Tensor, spans: list[Span], kind: Literal["paper", "c
         width = NOISE_WIDTH if kind == "paper" else NOISE_WIDTH * 512 / span.length
         noise[span.row, span.start : span.start + span.length].uniform_(-width, width, generator=generator)
     return noise
+
+
+TASK = EagleTask

@@ -117,3 +117,6 @@ class Eagle3Task(Task):
         head: Any = self.module
         tokens = self.heads.drafted(head.scored(predicted).flatten(0, 1))
         return tokens.view(predicted.shape[:2])
+
+
+TASK = Eagle3Task

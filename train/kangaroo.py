@@ -9,17 +9,39 @@ Processes and files are those of train/eagle.py.
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.configs import KangarooConfig
+from pydantic import model_validator
+
+from drafters.heads.kangaroo.shape import KangarooShape
+from train.core.config import TrainConfig
 from train.preflight.command import program
+
+
+class KangarooConfig(TrainConfig):
+    """The keys of a Kangaroo run."""
+
+    drafter: ClassVar[str] = "kangaroo"
+
+    head: KangarooShape
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.head.own_lm_head
+
+    @model_validator(mode="after")
+    def _keeps_its_lm_head_whole(self) -> Self:
+        if self.head.own_lm_head and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the adapter's own LM head; set 0, 1 or 2")
+        return self
+
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(KangarooConfig, __doc__)
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -46,3 +68,6 @@ class KangarooTask(Task):
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         return module(batch.taps[self.config.head.exit_layer], batch.position_ids, batch.attention())
+
+
+TASK = KangarooTask

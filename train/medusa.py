@@ -10,17 +10,83 @@ Processes and files are those of train/eagle.py.
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.configs import MedusaConfig
+from pydantic import Field, model_validator
+
+from drafters.config import Amount, Config
+from drafters.heads.medusa.shape import MedusaShape
+from train.core.config import Decay, Lora, TrainConfig, Weight
 from train.preflight.command import program
+
+
+class Joint(Config):
+    """``joint:``: tune the target together with the heads (Medusa-2), which makes another target."""
+
+    lora: Lora | None = Field(
+        Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
+        description="of the target's layers, by peft; null: train all layers and the norm",
+    )
+    lambda_0: Weight = Field(0.2, gt=0, description="weight of the heads' losses beside the target's own")
+    rate: float = Field(0.25, gt=0, le=1000, description="the target's learning rate, as a share of the heads'")
+    heads_first: Amount = Field(0, ge=0, description="steps without updates of the target; then its rate warms up, too")
+
+
+class MedusaConfig(TrainConfig):
+    """The keys of a Medusa run.
+
+    ``labels: target`` learns the target's distribution of the token that a head predicts, ``tokens`` the text's token,
+    as published. The distribution has more information per token, and verifies drafts, also on text that the target did
+    not write. Held-out figures compare with the target's distribution in both cases.
+    """
+
+    drafter: ClassVar[str] = "medusa"
+
+    head: MedusaShape
+    labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
+    head_decay: Decay = Field(0.8, description="weight of head k's loss: lambda_k = head_decay^k")
+    joint: Joint | None = None
+
+    @property
+    def tuned_folder(self) -> Path:
+        """The folder of the tuned target, with ``joint``."""
+        return self.out / "target"
+
+    @property
+    def measured_target(self) -> dict[str, Any]:
+        return super().measured_target if self.joint is None else {"path": str(self.tuned_folder)}
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.head.own_lm_heads
+
+    @property
+    def computes_in(self) -> str:
+        return "float32" if self.head.own_lm_heads else self.precision
+
+    @model_validator(mode="after")
+    def _has_such_a_loss(self) -> Self:
+        if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
+            raise ValueError("labels: tokens needs classification_loss: cross_entropy and top_k_weight: 0; set them")
+        if self.head.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
+            # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
+            raise ValueError("with own_lm_heads, set precision=float32 zero_stage=0 or own_lm_heads=false")
+        for key in ("own_lm_heads", "lora", "loss_vocab", "top_k_weight") if self.joint else ():
+            if value := getattr(self.head if key == "own_lm_heads" else self, key):
+                raise ValueError(f"{key} is {value}, and joint tunes the whole target (or by joint.lora); leave it out")
+        if self.joint and self.classification_loss != "cross_entropy":
+            raise ValueError(f"joint needs classification_loss: cross_entropy, found {self.classification_loss}")
+        if self.joint and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, and joint trains at 0, 1 or 2; set one of these")
+        return self
+
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(MedusaConfig, __doc__)
 
 from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -179,3 +245,6 @@ def aligned(states: Tensor, nearest: int) -> Tensor:
 def head_losses(each: Tensor) -> dict[str, Tensor]:
     """By name, the loss of each head ``[K]``."""
     return {f"head_{k}_loss": part for k, part in enumerate(each.unbind(), start=1)}
+
+
+TASK = MedusaTask

@@ -7,12 +7,45 @@ Its options, processes and files are those of train/eagle.py.
 
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from train.configs import PEagleConfig
+from pydantic import Field, model_validator
+
+from drafters.heads.peagle.shape import PEagleShape
+from train.configs import Eagle3Config
 from train.preflight.command import program
+
+
+class PEagleConfig(Eagle3Config):
+    """The keys of a P-EAGLE run: those of EAGLE-3, whose steps are the head's depths.
+
+    ``keep``, ``keep_least``: COD sampling. A share of max(keep^d, keep_least) of the positions trains depth d; those
+    that train a depth train the ones before it, too.
+    """
+
+    drafter: ClassVar[str] = "peagle"
+
+    head: PEagleShape
+    ttt_steps: int = Field(1, ge=1, le=1, description="not of this head: its depths are trained")
+    step_decay: float = Field(1.0, ge=0.01, le=1, description="weight of a depth's loss, as a share of the one before")
+    keep: float = Field(0.7, gt=0, le=1, description="share of the positions of a depth that train the next one")
+    keep_least: float = Field(0.2, ge=0, le=1, description="share of all positions that train every depth")
+
+    @property
+    def shape(self) -> PEagleShape:
+        return self.head.model_copy(update={"draft_vocab_size": self.draft_vocab})
+
+    @model_validator(mode="after")
+    def _has_room_for_its_depths(self) -> Self:
+        if (window := self.head.sliding_window) is not None and window <= self.head.depths:
+            raise ValueError(
+                f"sliding_window is {window}, and a draft of depths={self.head.depths} has to fit into it; set "
+                f"sliding_window={self.head.depths + 1} or more"
+            )
+        return self
+
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(PEagleConfig, __doc__)
@@ -83,3 +116,6 @@ class PEagleTask(Eagle3Task):
         for n, (overlap, agree) in enumerate(zip(*self.heads.compare(pairs), strict=True)):
             figures |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
         return figures
+
+
+TASK = PEagleTask

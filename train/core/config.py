@@ -1,4 +1,4 @@
-"""The keys of every training run; the methods' own keys are in train/configs.py. Imports no torch."""
+"""The keys of every training run; the methods' own keys are in train/<method>.py. Imports no torch."""
 
 import re
 from collections.abc import Callable

@@ -220,12 +220,9 @@ def text_tokens(batch: Batch, ahead: int) -> Tensor:
 
 
 def task_class(method: str) -> type[Task]:
-    """The task in ``train/<method>.py``."""
-    module = import_module(f"train.{method}")
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__:
-            return value
-    raise ValueError(f"train/{method}.py holds no Task")
+    """``TASK`` in ``train/<method>.py``."""
+    task: type[Task] = import_module(f"train.{method}").TASK
+    return task
 
 
 def make_task(config: TrainConfig, ends: FrozenEnds) -> Task:

@@ -1,6 +1,8 @@
 """A target that is tuned together with its Medusa heads (Medusa-2): the module, and its exports."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,12 @@ from drafters.common.paths import ADAPTER_CONFIG_FILE, shown_name
 from drafters.hub.checkpoint import HUB_NAMES, TargetIdentity
 from drafters.methods.medusa import MedusaHeads
 from drafters.model.ends import load_frozen_ends
-from train.configs import MedusaConfig
 from train.core.attention import Dialogues
 from train.draft.export import card, write_model
 from train.draft.module import DraftModule, causal_module, load_weights, names_of
+
+if TYPE_CHECKING:
+    from train.medusa import MedusaConfig
 
 TARGET, HEADS = "target.", "heads."  # prefixes of the module's weights
 
