@@ -65,8 +65,8 @@ from torch import Tensor
 from drafters.model.ends import FrozenEnds
 from drafters.model.layers import default_layer
 from train.core.losses import Pairs, regression_sum
-from train.core.task import Ratio, Task, target_states
-from train.core.unroll import unrolled
+from train.core.task import Ratio, target_states
+from train.core.unroll import UnrolledTask
 from train.data.packing import Batch, Source, Span
 from train.data.regression import fit_fc
 from train.watch.alpha import chain_alpha
@@ -75,7 +75,7 @@ NOISE_WIDTH = 0.1  # e: U(-0.1, 0.1)
 CHAIN_DEPTH = 5  # 0-alpha to 4-alpha, as the paper reports
 
 
-class EagleTask(Task):
+class EagleTask(UnrolledTask):
     """Section 3.2 of the paper (Li et al. 2024), f the target's features and t the tokens:
 
     f'_{i+1} = head(f_1 + e_1 .. f_i + e_i, t_2 .. t_{i+1}),  e from U(-0.1, 0.1)
@@ -89,7 +89,6 @@ class EagleTask(Task):
 
     schema = EagleConfig
     config: EagleConfig
-    ahead = 2
     drafts: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
         "tree": {"tree": "dynamic"},
@@ -112,25 +111,16 @@ class EagleTask(Task):
 
         ``paper-code`` trains i if token_i does, as the released code. That omits the predictions of an answer's first
         two tokens (the second is the first that a drafter ever has to guess) and trains those past its end instead.
-
-        Unrolled, i is trained if all steps have a chain that reaches it: not at the first ``unroll - 1`` positions of a
-        dialogue, where answers are rare.
         """
         if self.config.mask_alignment == "shifted":
-            rows = super().rows(batch, seed)
-        else:
-            followed = batch.shifted(batch.loss_mask.new_ones(batch.loss_mask.shape), 1)
-            rows = (batch.loss_mask & followed).flatten().nonzero().squeeze(1)
-        return rows[batch.position_ids.flatten()[rows] >= self.passes - 1] if self.passes > 1 else rows
+            return super().rows(batch, seed)
+        followed = batch.shifted(batch.loss_mask.new_ones(batch.loss_mask.shape), 1)
+        return self.reached(batch, (batch.loss_mask & followed).flatten().nonzero().squeeze(1))
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        """With ``unroll``, the S predictions of a position are those of S steps: step n of the chain from i - n, which
-        predicts the same as step 0 at i."""
         if self.passes == 1 or seed is None:
             return super().pairs(module, batch, seed)
-        inputs = self.with_noise(batch, seed)
-        steps = enumerate(unrolled(module, self.ends.embed, inputs, self.passes, self.token_shift))
-        predictions = torch.stack([states.flatten(0, 1)[batch.rows - n] for n, states in steps])
+        predictions = self.chains(module, self.with_noise(batch, seed))
         return Pairs(predictions, target_states(batch, self.ahead).flatten(0, 1)[batch.rows])
 
     def with_noise(self, batch: Batch, seed: int) -> Batch:

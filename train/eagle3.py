@@ -26,29 +26,27 @@ from torch import Tensor
 
 from drafters.model.ends import FrozenEnds
 from train.core.losses import Pairs
-from train.core.task import Ratio, Task, mean, target_states
-from train.core.unroll import unrolled
+from train.core.task import Ratio, mean, target_states
+from train.core.unroll import UnrolledTask
 from train.data.packing import Batch
 from train.watch.alpha import chain_alpha
 
 CHAIN_DEPTH = 5  # of the chain that tau is measured with
 
 
-class Eagle3Task(Task):
+class Eagle3Task(UnrolledTask):
     """Sections 3.1 and 3.2 of the paper (Li et al. 2025), S steps from every index, g the target's states, a the head:
 
     a^0_i = head(fc(g)_1 .. fc(g)_i, t_2 .. t_{i+1}),  a^n_i = head(fc(g)_1 .. fc(g)_i, a^0_i .. a^{n-1}_i, t ..)
     p     = softmax over the draft vocabulary of the target's logits,  q^n of the head's
     L     = sum_n w^n CrossEntropy(p_{i+n+2}, q^n_i),  w = step_decay, or the config's classification_loss
 
-    The gradient flows through what is fed back. Positions whose likeliest token is no draft token are left out. Step n
-    is trained at the index i - n, so that all steps predict one token, whose p is computed once; the first S - 1
-    positions of a dialogue are not trained.
+    The gradient flows through what is fed back. Positions whose likeliest token is no draft token are left out.
     """
 
     schema: ClassVar[type[Eagle3Config]] = Eagle3Config
     config: Eagle3Config
-    ahead: ClassVar[int] = 2
+    detach = False
     drafts: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
         "tree": {"tree": "dynamic"},
@@ -64,19 +62,9 @@ class Eagle3Task(Task):
         if config.lm_head_start == "target" and config.draft_vocab is None:
             head.lm_head.weight.data.copy_(ends.lm_head.scaled)
 
-    def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
-        rows = super().rows(batch, seed)
-        return rows[batch.position_ids.flatten()[rows] >= self.passes - 1]
-
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        head: Any = self.module
-        steps = enumerate(
-            unrolled(module, self.ends.embed, batch, self.passes, features=self.fused(batch), detach=False)
-        )
-        # [S, n, H]: step n begins n positions before the row of the token that all steps predict.
-        predictions = torch.stack([head.scored(outputs.flatten(0, 1)[batch.rows - n]) for n, outputs in steps])
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
-        return Pairs(predictions, targets, self.weights(targets))
+        return Pairs(self.chains(module, batch), targets, self.weights(targets))
 
     def weights(self, targets: Tensor) -> Tensor:
         """``[S, n]``: step_decay ^ step, and 0 where the target's likeliest token is no draft token."""
@@ -104,18 +92,21 @@ class Eagle3Task(Task):
         figures: dict[str, Ratio] = {}
         for n, (overlap, agree) in enumerate(zip(*self.heads.compare(pairs), strict=True)):
             figures |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
-        ratios = chain_alpha(module, self.ends, batch, self.passes, features=self.fused(batch), guess=self.guess)
+        ratios = chain_alpha(module, self.ends, batch, self.passes, features=self.features(batch), guess=self.guess)
         return figures | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
 
-    def fused(self, batch: Batch) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
         """fc(g), ``[R, L, H]``."""
         head: Any = self.module
         return head.fused(torch.cat([batch.taps[tap] for tap in self.config.taps], dim=-1))
 
+    def scored(self, outputs: Tensor) -> Tensor:
+        head: Any = self.module
+        return head.scored(outputs)
+
     def guess(self, predicted: Tensor) -> Tensor:
         """The token that the head drafts after each of its outputs ``[R, L, H]``: int64 ``[R, L]``."""
-        head: Any = self.module
-        tokens = self.heads.drafted(head.scored(predicted).flatten(0, 1))
+        tokens = self.heads.drafted(self.scored(predicted).flatten(0, 1))
         return tokens.view(predicted.shape[:2])
 
 

@@ -80,9 +80,8 @@ class PEagleTask(Eagle3Task):
         self.predictions = self.passes = config.head.depths
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
-        head: Any = self.module
         states = enumerate(self.depths(module, batch))
-        predictions = [head.scored(each.flatten(0, 1)[batch.rows - d]) for d, each in states]
+        predictions = [self.scored(each.flatten(0, 1)[batch.rows - d]) for d, each in states]
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
         weights = self.weights(targets)
         if seed is not None:
@@ -93,7 +92,7 @@ class PEagleTask(Eagle3Task):
         """What each depth predicts from every index: ``[R, L, H]`` each."""
         head: Any = self.module
         lengths, states = batch.dialogue_lengths(), dict[int, list[States]]()
-        features, tokens = self.fused(batch), self.ends.embed(batch.input_ids.roll(-1, dims=1))
+        features, tokens = self.features(batch), self.ends.embed(batch.input_ids.roll(-1, dims=1))
         masks = self.ends.embed(torch.full_like(batch.input_ids, self.config.head.mask_token_id))
         outputs = []
         for depth in range(self.passes):

@@ -8,14 +8,54 @@ predictions, for some steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from train.core.attention import Chains, States
+from train.core.task import Task
 
 if TYPE_CHECKING:
     from train.data.packing import Batch
+
+
+class UnrolledTask(Task):
+    """A head that is trained in ``passes`` steps from every index, each on the predictions of the ones before.
+
+    Step n is trained at the index i - n, so that all steps predict one token, whose target is computed once. The first
+    ``passes - 1`` positions of a dialogue are not trained: no chain from inside the dialogue reaches them.
+
+    Class attributes:
+        token_shift: row i reads token i + token_shift.
+        detach: no gradient flows through what is fed back.
+    """
+
+    ahead: ClassVar[int] = 2
+    token_shift: int = 1
+    detach: ClassVar[bool] = True
+
+    def features(self, batch: Batch) -> Tensor:
+        """What step 0 reads: ``[R, L, H]``."""
+        return batch.features
+
+    def scored(self, outputs: Tensor) -> Tensor:
+        """The module's outputs ``[n, H]`` as they enter the LM head."""
+        return outputs
+
+    def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
+        return self.reached(batch, super().rows(batch, seed))
+
+    def reached(self, batch: Batch, rows: Tensor) -> Tensor:
+        """Those of ``rows`` that chains of all steps reach."""
+        return rows[batch.position_ids.flatten()[rows] >= self.passes - 1]
+
+    def chains(self, module: Any, batch: Batch) -> Tensor:
+        """The predictions of all steps about the tokens of ``batch.rows``: ``[S, n, H]``."""
+        steps = unrolled(
+            module, self.ends.embed, batch, self.passes, self.token_shift, self.features(batch), self.detach
+        )
+        return torch.stack([self.scored(each.flatten(0, 1)[batch.rows - n]) for n, each in enumerate(steps)])
 
 
 def unrolled(
