@@ -139,10 +139,7 @@ WALKS = (by_row, at_once)
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_walking_by_row_equals_walking_at_once(name: str) -> None:
-    """Catches the two ways of verifying drifting apart: small batches on a CPU would follow another rule than a GPU.
-
-    The same numbers must lead to the same row and the same rest of p, whose likeliest token replaces a draw.
-    """
+    """Catches the two ways of verifying drifting apart: small batches on a CPU would follow another rule than a GPU."""
     shape = SHAPES[name]
     draft, logits = build_draft(shape, Toy(shape.sampling), torch.Generator().manual_seed(3))
     few = {key: getattr(draft, key)[:1000] for key in ("tokens", "parents", "q", "q_row", "valid")}

@@ -137,20 +137,6 @@ def test_the_contract_of_speculators(target: TargetModel, tmp_path: Path) -> Non
         assert "t2d" in weights and "rope_theta" not in config
 
 
-def test_the_readme_says_how_it_is_served(target: TargetModel, tmp_path: Path) -> None:
-    """Catches a command for another method, a draft longer than the block, and a folder that hides its layout."""
-    commands = {"z-lab": "spec_generate", "vllm dflash": '"method": "dflash"', "sglang dspark": "algorithm DSPARK",
-                "speculators dspark": "vllm serve", "llama.cpp dspark": "--spec-type draft-dspark"}  # fmt: skip
-    for case, command in commands.items():
-        to, method, options = FORMS[case]
-        export(save_head(tmp_path / f"{case}-head", method, target, **options), to, tmp_path / case)
-        text = (tmp_path / case / "README.md").read_text()
-        layout = options.get("layout", "fill-in")
-        assert (command in text or case == "speculators dspark") and f"Layout {layout}" in text
-        if '"num_speculative_tokens"' in text:
-            assert f'"num_speculative_tokens": {5 if layout == "anchor-first" else 4}' in text
-
-
 @pytest.mark.parametrize(
     ("method", "options", "written_for"),
     [("dspark", FIRST, ("sglang", "vllm")), ("dspark", FIRST | {"confidence_head": False}, ()), ("dflash", {}, ())],
@@ -220,16 +206,6 @@ def test_what_a_program_cannot_serve_is_refused(
     assert refused[to] is not None
     if to in drafter_class(method).forms.readers:
         assert refused[to] == drafter_class(method).forms.why_not(to, SHAPES[method](**given), target.config)
-
-
-def test_every_program_serves_the_usual_head(target: TargetModel) -> None:
-    """Catches a rule that refuses everything."""
-    usual = served_by("dflash", BLOCK | {"layout": "fill-in"}, target.config)
-    assert usual == dict.fromkeys(usual)
-    usual = served_by("dspark", BLOCK | FIRST, target.config)
-    assert [to for to, reason in usual.items() if reason is not None] == ["official"]
-    usual = served_by("dflash2", BLOCK | {"layout": "fill-in"} | SELECTOR, target.config)
-    assert [to for to, reason in usual.items() if reason is not None] == ["llama.cpp"]
 
 
 def test_a_released_head_of_another_shape_computes_as_published(target: TargetModel, tmp_path: Path) -> None:

@@ -39,10 +39,7 @@ def planted(drafts: int, seed: int, temperatures: list[float]) -> Drafts:
 
 def test_planted_temperatures_are_found() -> None:
     """Catches a temperature that multiplies, one that is fitted without the positions before it, outcomes of another
-    position, and an error that stays as it was.
-
-    A step of the grid is 6%; the cumulative error leaves some more.
-    """
+    position, and an error that stays as it was."""
     found = fit(planted(40_000, 0, PLANTED), True)
     assert found == pytest.approx(PLANTED, rel=0.2)
     judged = figures(planted(20_000, 1, PLANTED), True, found)

@@ -147,11 +147,7 @@ def test_many_inputs_read_the_whole_head() -> None:
 
 
 def test_the_pair_by_hand() -> None:
-    """Catches a pair fitted to W alone, factors in the wrong order, and a bias that ranks nothing.
-
-    Inputs are only spread along the second dimension, in which W's third and fourth rows differ. The first dimension,
-    in which W is largest, is not met: rank 1 has to go to the second.
-    """
+    """Catches a pair fitted to W alone, factors in the wrong order, and a bias that ranks nothing."""
     weight = torch.tensor([[9.0, 0.0], [-9.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     sigma = torch.diag(torch.tensor([1e-6, 1.0]))
     a, c = Factors(weight, sigma, 1).pair(1)

@@ -4,16 +4,13 @@ import io
 import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import drafters.chat
 from drafters.cli.chat import Answer
-from drafters.loop.generate import Step, Trace
 
 Talk = Callable[..., str]
 
@@ -62,21 +59,6 @@ def test_bytes_that_are_no_utf8(talk: Talk) -> None:
     assert re.findall(answer, said, re.S) == re.findall(answer, talk("What is 2+2?\nAnd 2+3?\n"), re.S)
     with pytest.raises(ValueError, match="--system is not UTF-8, it has the byte 0xe9"):
         talk("Hello!\n", "--system", "Caf\udce9")
-
-
-def test_the_line_below_an_answer_by_hand() -> None:
-    """Catches the prefill's token counted as decoded, shares of the drafts in place of the answer, and tau of drafts.
-
-    Ten tokens: one of the prefill, then three steps with 2, 2 and 0 accepted of 3 drafted ones.
-    """
-    steps = [Step(0, 3, 3, accepted, committed) for accepted, committed in ((2, 3), (2, 3), (0, 3))]
-    answer = Answer(Console(file=io.StringIO()), None, "eagle", {"eagle": "green", "suffix": "cyan"})
-    answer.ids, answer.seconds, answer.trace = [7] * 10, 0.5, Trace(steps)
-    answer.drafted.update(eagle=3, suffix=1)
-    assert answer.speed == 18.0
-    assert answer.summary().plain == "[10 tokens, tau 3.00, 18 tokens/s, drafted: eagle 30%, suffix 10%]"
-    answer.stopped, answer.drafted = True, Counter()
-    assert answer.summary().plain == "[10 tokens, tau 3.00, 18 tokens/s; stopped]"
 
 
 def test_ctrl_c_stops_the_answer_alone(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,16 +88,6 @@ def test_a_head_with_a_bias_drafts_as_published(
     assert torch.equal(generate(same, drafter, [PROMPT], max_new_tokens=8).tokens, plain)
 
 
-def test_a_bias_of_zeros_is_left_out(target: TargetModel, tmp_path: Path) -> None:
-    """Catches a head that vLLM cannot serve because of a bias that does nothing."""
-    source = release(tmp_path / "released", released_config(target), eagle_weights(target, 0.0, torch.float16))
-    notes = convert(source, target.name, tmp_path / "ours")
-    config, weights = load_checkpoint(tmp_path / "ours")
-    assert config["drafter"] == {} and "fc.bias" not in weights and any("fc.bias is zero" in note for note in notes)
-    assert {value.dtype for value in weights.values()} == {torch.float16}
-    assert config["training"]["imported_from"] == "released" and len(config["training"]["sha256"]) == 64
-
-
 def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> None:
     """Catches an adapter behind another layer than it was trained for, and one that is not what was published."""
     weights = written(exported("kangaroo", target, tmp_path))[1]

@@ -89,10 +89,7 @@ def train(kind: str, device: torch.device, target: str, features: Path, out: Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_step(kind: str, target: TargetModel, features: Path, tmp_path: Path) -> None:
-    """Catches a batch that is not pinned, a loss read to be logged, masks made on the wrong device: one read a step.
-
-    DeepSpeed's engine and its launcher are left out: they need a real device.
-    """
+    """Catches a batch that is not pinned, a loss read to be logged, masks made on the wrong device: one read a step."""
     plain, expected = train(kind, torch.device("cpu"), target.name, features, tmp_path / "cpu")
     with simulated_cuda() as gpu:
         there, found = train(kind, CUDA, target.name, features, tmp_path / "gpu")

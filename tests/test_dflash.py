@@ -166,11 +166,7 @@ def compare(drafter: Any, draft: DraftTree, state: DecodeState, counts: list[int
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: float) -> None:
     """Catches a feature that stays out of the cache or is read twice, a block one position late, a slot of the other
-    layout, a q of another slot, a Markov head that follows another node, draft ids that are not mapped.
-
-    None of these changes the output, only tau: conformance cannot see them. Some prompts are shorter than a block. The
-    states of the slots, from the cache, are compared to 1e-5.
-    """
+    layout, a q of another slot, a Markov head that follows another node, draft ids that are not mapped."""
     target = target_of("llama")
     drafter = made(target, CASES[case], tree, nodes=24, top_k=3)
     if tree == "auto":
@@ -199,8 +195,7 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
 @pytest.mark.parametrize("engine", ["stock", "graphs"])
 def test_other_engines_draft_the_same(engine: Any, case: str) -> None:
     """Catches angles in a form that another engine does not have, a mask that is causal there, and a captured forward
-    that writes the context to other slots. With "stock", the head's layers are transformers' own, too.
-    """
+    that writes the context to other slots."""
     target, counts = TargetModel(tiny.build("llama"), engine=engine, name=engine), []
     name, options = CASES[case]
     drafter = made(target, (name, options), "chain")
@@ -289,8 +284,7 @@ def test_rows_that_join_draft_as_alone(name: str) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_tree_has_the_likeliest_nodes(shared: bool) -> None:
     """Catches a node whose parent or likelier sibling is missing, scores that are not cumulative, a path that is scored
-    after another one. By brute force over all paths.
-    """
+    after another one."""
     generator = torch.Generator().manual_seed(5)
     for nodes in (1, 4, 9, 25):
         base = torch.randn(2, 3, 6, generator=generator)

@@ -138,10 +138,7 @@ def test_every_id_in_another_order_drafts_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
     """Catches drafts from the whole head, a q that is not over the kept tokens or not normalised there, lossy output;
-    at temperature 1, where rows are the text's, what the answer has brought not being among them.
-
-    Phrases of Ouroboros are its draft model's choices, too. What LLMCad draws ahead was drawn before that text.
-    """
+    at temperature 1, where rows are the text's, what the answer has brought not being among them."""
     target = target_for(name)
     ids = shuffled(target.vocab_size, 60)
     text = 10 if temperature else 0

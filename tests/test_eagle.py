@@ -78,11 +78,7 @@ def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree, row
     ("family", "inputs"), [("llama", SHIFTED), ("qwen3", SHIFTED), *(("llama", other) for other in OTHERS)]
 )
 def test_drafts_equal_the_head_from_scratch(family: str, inputs: HeadInputs, tree: str, temperature: float) -> None:
-    """Catches a head fed feature_i with token_i, stale rows in its cache, siblings that see each other, positions.
-
-    None of these changes the output, only tau: conformance cannot see them. A random head accepts little, so the first
-    draft tokens of a chain are replaced by the target's own.
-    """
+    """Catches a head fed feature_i with token_i, stale rows in its cache, siblings that see each other, positions."""
     target = target_of(family)
     drafter = eagle(target, None, tree, depth=4, top_k=3, nodes=9, inputs=inputs)
     continuation = (

@@ -124,8 +124,6 @@ def eagle3_shape(variant: str, **more: Any) -> Eagle3Shape:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_equal_the_head_from_scratch(variant: str, tree: str, temperature: float) -> None:
     """Catches true features that stay out, feedback before the norm, draft ids that are not mapped, stale cache rows.
-
-    None of these changes the output, only tau: conformance cannot see them.
     """
     target = target_of("llama")
     drafter = eagle3(target, None, tree, depth=4, top_k=3, nodes=9, **VARIANTS[variant])

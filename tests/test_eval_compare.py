@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from programs import status
 
-from drafters.loop.generate import Step, Trace
 from eval import compare
 from eval.figures import paired
 from eval.measure.run_journal import RUN_FIELDS, run_from_line
-from eval.measure.runs import Outcome, Run
 from eval.report.by_prompt import as_csv, by_prompt
 from eval.report.changes import compare as compare_tables
-from eval.report.pairs import COLUMNS, Read, from_csv
+from eval.report.pairs import Read
 
 NAMES = ["a", "b"]
 PROMPTS = 24
@@ -128,61 +126,6 @@ def test_what_differs_is_said_and_not_compared() -> None:
         line["prompt"] = f"other {line['prompt']}"
     with pytest.raises(ValueError, match="no method decodes 2 or more of the same prompts"):
         compared(a, b, NAMES)
-
-
-def test_the_table_of_prompts_is_read_as_written(quick: None) -> None:
-    """Catches columns mixed up on the way, and rounds lost: of three the one with the median ratio counts."""
-    (found, lines), generator = report(0), np.random.default_rng(7)
-    for line in list(lines):
-        for number in (1, 2):
-            lines.append(line | {"round": number, "decode_seconds": line["decode_seconds"] * generator.uniform(1, 2)})
-    table = tabled((found, lines))[1]
-    assert len(table) == PROMPTS * len(METHODS)
-    assert from_csv(as_csv(table)) == table
-    assert any(line["seconds"] != line["pair_seconds"] for line in table)
-    with pytest.raises(ValueError, match="its head is"):
-        from_csv("a,b\n1,2\n")
-    head, first, second, *_ = as_csv(table).splitlines()
-    with pytest.raises(ValueError, match="line 3 has more or fewer cells than the head's 12"):
-        from_csv("\n".join([head, first, second.rpartition(",")[0]]))
-    with pytest.raises(ValueError, match="line 3 has more or fewer cells"):
-        from_csv("\n".join([head, first, f"{second},1"]))
-    for wrong in ("x", "inf", "nan"):
-        with pytest.raises(ValueError, match=f"line 3, plain_seconds: found '{wrong}', and a number is expected"):
-            from_csv("\n".join([head, first, f"{second.rpartition(',')[0]},{wrong}"]))
-
-
-def test_lines_of_prompts_by_hand() -> None:
-    """Catches a first token that counts as decoded, forwards of another round, and a pair of two rounds.
-
-    Of three rounds the method's median time per token is that of the last, 3 s, and its median speedup that of the
-    first: 4 s over 1 s, of ratios 4, 1 and 5.
-    """
-
-    def run(method: str, number: int, seconds: float, tokens: int, steps: int) -> Run:
-        trace = Trace([Step(0, 3, 3, 2, 3, forwards=2)] * steps, [], [], [], [], 0.5)
-        made = Outcome([7] * (1 + tokens), 0.5, seconds, trace)
-        place: dict[str, Any] = {"method": method, "temperature": 0.0, "round": number, "prompt": 0}
-        return Run(**vars(made), **place, wall_seconds=seconds + 1)
-
-    runs = [run("D", 0, 1.0, 6, 2), run("D", 1, 5.0, 6, 3), run("D", 2, 3.0, 6, 4)]
-    runs += [run("plain", 0, 4.0, 6, 6), run("plain", 1, 5.0, 6, 6), run("plain", 2, 15.0, 6, 6)]
-    line, plain = by_prompt([("p", 9, one) for one in runs], "plain")
-    assert [line[name] for name in COLUMNS] == [6, 3.0, 8, 6, 1.0, 6, 4.0]
-    assert [plain[name] for name in COLUMNS] == [6, 5.0, 12, 6, 5.0, 6, 5.0]
-    assert (line["drafter"], line["batch"], line["prompt"], line["prompt_tokens"]) == ("D", 1, "p", 9)
-
-
-def test_the_interval_is_of_95_percent() -> None:
-    """Catches an interval of 90% or 99%; the half-width by the normal approximation.
-
-    400 prompts, half of them 0.5 and half 1.5 times as good: the mean's standard error is 0.5 / 20 = 0.025.
-    """
-    a = np.full((400, 1), 100.0)
-    b = np.where(np.arange(400)[:, None] % 2, 150.0, 50.0)
-    found = paired.change(a, b, lambda sums: sums[..., 0])
-    assert found.ratio == 1.0 and found.prompts == 400
-    assert found.ratio_ci == pytest.approx((1 - 1.96 * 0.025, 1 + 1.96 * 0.025), abs=0.003)
 
 
 def test_p_values_and_intervals_by_enumeration() -> None:

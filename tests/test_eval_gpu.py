@@ -1,14 +1,11 @@
 """`make gpu`: its commands are ones that their programs take, its page says what was met, a killed run goes on."""
 
-import json
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
 
 import gpu_exact
 import pytest
-from changed import changes, check_refusals
 from simulated_cuda import simulated_cuda
 
 import eval.gpu
@@ -19,30 +16,16 @@ import train.tools.throughput
 from data_prep.configs import FeaturesConfig
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
-from eval.report.goals import Ending, Section, judge, read_ending
-from eval.report.goals import page as page_of
+from eval.report.goals import Ending, Section, judge
 from train.configs import schema_of
 from train.preflight.command import parse_arguments
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "2-core-cpu"
-EXAMPLES = {
-    "roofline": RESULTS / "roofline-llama-500m.json",
-    "fused": RESULTS / "roofline-llama-25m.json",
-    "train-7b": RESULTS / "train-throughput-eagle.json",
-    "speed": RESULTS / "exactness-float32" / "report.json",
-}
 
 
 def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60) -> Section:
     """A part that runs a line of Python."""
     return Section(name, "a test", [[sys.executable, "-c", *words]], "found.json", seconds, needs=needs)
-
-
-def test_limits() -> None:
-    """Catches a part that no single call of ten minutes could finish, and a whole that is longer than was said."""
-    assert all(part.seconds < 9 * 60 for part in PARTS) and sum(part.seconds for part in PARTS) <= 40 * 60
-    assert {goal.part for goal in GOALS} == {part.name for part in PARTS}
-    assert len({part.name for part in PARTS}) == len(PARTS)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
@@ -93,63 +76,6 @@ def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest
     outcomes = {"exact": Ending(part="exact", ended="done")}
     judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
     assert [met for _, met in judged] == [*["yes"] * 4, "**no**"] and judged[0][0] == "0"
-
-
-def test_the_page(tmp_path: Path) -> None:
-    """Catches a figure that is not where a goal looks for it in the JSON that programs write, and a missing one shown
-    as met."""
-    outcomes = {}
-    for part in PARTS:
-        if part.name in EXAMPLES:
-            (tmp_path / part.name).mkdir()
-            shutil.copy(EXAMPLES[part.name], tmp_path / part.name / part.result)
-            outcomes[part.name] = Ending(part=part.name, ended="done", seconds=7.0, commands=["python -m x"])
-    outcomes["run"] = Ending(part="run", ended="skipped", reason="needs deepspeed, not installed here")
-    page = page_of(PARTS, GOALS, tmp_path, outcomes)
-    table = [line for line in page.split("goals met")[0].splitlines() if line.startswith("| ")][2:]
-    assert len(table) == len(GOALS)
-    lines = {line.split(" | ")[1]: line for line in table}
-    for goal in GOALS:
-        measured, met = judge(goal, PARTS, tmp_path, outcomes)
-        if goal.part in EXAMPLES and "memory" not in goal.text and "MFU" not in goal.text:  # which a CPU does not know
-            assert measured and met in ("yes", "**no**", ""), (goal.text, met)
-        elif goal.part not in EXAMPLES:
-            assert not measured and met != "yes"
-    found = json.loads(EXAMPLES["roofline"].read_text())
-    plain, stock = (
-        next(row["tokens_per_second"] for row in found["rows"] if row["method"] == name)
-        for name in ("plain decoding", "stock generate")
-    )
-    assert f"| ≥ 4.00 | {plain / stock:.2f} |" in lines["plain decoding over stock eager generate"]
-    assert "skipped, needs deepspeed" in lines["a training run's tokens/s"]
-    assert "not run yet" in lines["forwards captured for an EAGLE tree"]
-    held = [goal for goal in GOALS if goal.bound is not None]
-    met = sum(judge(goal, PARTS, tmp_path, outcomes)[1] == "yes" for goal in held)
-    assert f"{met} of {len(held)} goals met." in page
-
-
-def test_damaged_results_are_said(tmp_path: Path) -> None:
-    """Catches a stack trace that loses the page of hours, for a part of a result that is missing or of another type."""
-    goal = next(goal for goal in GOALS if goal.part == "roofline" and goal.bound is not None)
-    outcomes, file = (
-        {"roofline": Ending(part="roofline", ended="done")},
-        tmp_path / "roofline" / "roofline-llama-7b.json",
-    )
-    row = {"method": "plain decoding", "roofline_share": 0.9}
-    right = {"rows": [row]}
-    told = set()
-    file.parent.mkdir()
-    for content in [right, *(changed for _, _, changed in changes(right)), [], 3]:
-        file.write_text(json.dumps(content))
-        measured, met = judge(goal, PARTS, tmp_path, outcomes)
-        assert (met == "yes") == (content == right or measured == "150.0%"), content
-        told.add(met)
-    assert "not measured: roofline-llama-7b.json does not hold it (found 'text' instead of a number)" in told
-    ending = file.with_name("part.json")
-    kept = Ending(part="x", ended="done", seconds=1.5, commands=["ls"]).model_dump()
-    assert (
-        check_refusals(kept, ending, lambda: read_ending(ending)) == 26
-    )  # all but values of the right type and missing defaults
 
 
 def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

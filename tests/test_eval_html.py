@@ -6,7 +6,6 @@ from typing import Any
 
 from test_eval_metrics import placed
 
-from data_prep.dialogues.encoding import load_tokenizer
 from drafters.loop.generate import Step, Trace
 from eval.measure.runs import Outcome, Run
 from eval.prompts.prompts import Prompt
@@ -99,18 +98,3 @@ def test_what_a_model_wrote_is_neither_obeyed_nor_lost() -> None:
     text = "".join(seen.texts)
     assert visible(HOSTILE + SHOWN) in text and "(lossy)" in text
     assert f"T = 0, after {len(HOSTILE + SHOWN) - 1} tokens of plain decoding's:\n<" in text
-
-
-def test_the_rest_of_an_output_is_its_text() -> None:
-    """Catches halves of characters, and characters twice, where an output parts within one of several tokens."""
-    tokenizer = load_tokenizer("checkpoints/stdlib-target").tokenizer
-    text = "na\u00efve \u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f680 def f():\n    return 'x'"
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    for same in range(len(ids)):
-        other = run_of("other", ids, [0] * (len(ids) - 1))
-        plain = run_of("plain", [*ids[:same], ids[same] + 1], [0] * same)
-        described = {"plain": {}, "other": {}}
-        (shown,) = make_texts([plain, other], described, "plain", [Prompt("p", None, [1])], tokenizer)["shown"]
-        (output,) = (one for one in shown["outputs"] if one["drafter"] == "other")
-        assert output["same"] == same
-        assert tokenizer.decode(ids[:same]).rstrip("\ufffd") + output["rest"] == text

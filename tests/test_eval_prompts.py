@@ -62,21 +62,6 @@ def test_what_is_skipped_is_counted_by_reason(tmp_path: Path) -> None:
     assert len(prompts.measured) == len(prompts.warmup) == 1
 
 
-def test_lengths_of_prompts_by_hand(tmp_path: Path) -> None:
-    """Catches a mean over the warm-up's prompts too, or over different prompts, and a largest length of a skipped one.
-
-    The measured prompts have 1 to 5 words, whose tokens another call counts.
-    """
-    texts = [" ".join(f"w{i}{j}" for j in range(i)) for i in (1, 2, 3, 5, 9)]
-    file = write(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts])
-    found = load(file, warmup=1, count=3)
-    lengths = [len(prompt.ids) for prompt in found.measured]
-    assert len({*lengths, len(found.warmup[0].ids)}) == 4
-    facts = found.describe()
-    assert facts["prompt_tokens"] == {"mean": sum(lengths) / 3, "max": max(lengths)} and facts["prompts"] == 3
-    assert (facts["requested"], facts["warmup_prompts"], facts["skipped"]) == (3, 1, {"too_long": 1})
-
-
 def test_warmup_prompts_are_never_measured(tmp_path: Path) -> None:
     """Catches a drafter that meets a measured prompt during warm-up, so that its pool holds the answer."""
     file = write(tmp_path / "p.jsonl", [{"turns": [f"w{i}"]} for i in range(20)])
@@ -109,12 +94,6 @@ def test_consecutive_prompts_are_of_one_category(consecutive: int, expected: lis
     """Catches another order than that of Ouroboros, Appendix F: 4 tasks of 20 entries, CN of one task in a row."""
     shuffled = [Prompt(f"{name}{i}", name, [i]) for i in range(20) for name in "dbac"]
     assert [prompt.id for prompt in in_turns(shuffled, consecutive)] == expected
-
-
-def test_turns_go_on_when_a_category_runs_out() -> None:
-    """Catches prompts lost where the categories are unequal, or no multiple of the row; and the order given ignored."""
-    prompts = [Prompt(f"{name}{i}", name, [i]) for name, count in (("a", 5), ("b", 1)) for i in range(count)]
-    assert [p.id for p in in_turns(prompts, 2, ["b", "a"])] == ["b0", "a0", "a1", "a2", "a3", "a4"]
 
 
 def test_so_many_prompts_of_every_category(tmp_path: Path) -> None:
@@ -150,18 +129,6 @@ def test_only_the_categories_asked_for(tmp_path: Path) -> None:
     plain = write(tmp_path / "q.jsonl", [sharegpt("w50", "w1")])
     with pytest.raises(ValueError, match="no prompt has a category; there are: none"):
         load(plain, per_category=3)
-
-
-def test_several_files_are_categories(tmp_path: Path) -> None:
-    """Catches files told apart by nothing, and a record's own category overruled."""
-    one = write(tmp_path / "gsm8k.jsonl", [sharegpt(f"w{i}", "w1") for i in range(3)])
-    two = write(tmp_path / "mbpp.test.jsonl", questions("own", count=2, start=10) + [{"turns": ["w30"]}])
-    prompts = load([one, two], warmup=0)
-    assert prompts.describe()["categories"] == {"gsm8k": 3, "own": 2, "mbpp": 1}
-    assert prompts.format == "sharegpt, spec-bench"
-    assert {prompt.category for prompt in load(one, warmup=0).measured} == {None}
-    with pytest.raises(ValueError, match="no prompt file at .*none"):
-        load([one, tmp_path / "none"])
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,7 @@ def decoded(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches runs lost, repeated or out of order, a pool that forgot the prompts before, and files left behind.
-
-    Killed twice in the middle of one prompt, and in the second temperature.
-    """
+    """Catches runs lost, repeated or out of order, a pool that forgot the prompts before, and files left behind."""
     whole = copy.deepcopy(config) | {"out": str(tmp_path / "whole")}
     assert run(whole) == 0
     expected = decoded(journalled(whole))
@@ -126,20 +123,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     both = [[{name: row[name] for name in timeless} for row in report(one)["rows"]] for one in (whole, config)]
     assert both[0] == both[1]
     assert "interrupted" not in (tmp_path / "whole" / "report.md").read_text()
-
-
-def test_a_kill_while_files_are_written_costs_no_run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a journal that has its final name before the pages are there: then everything is measured again."""
-
-    def kill(*_: Any) -> str:
-        raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("eval.report.measured.html", kill)
-        run(config, "temperatures=[0.0]")
-    monkeypatch.setattr(journal.RunJournal, "write", kill)
-    assert run(config, "temperatures=[0.0]") == 0
-    assert (Path(config["out"]) / "report.html").is_file() and len(journalled(config)) == PROMPTS * len(METHODS)
 
 
 def test_processes_share_the_prompts_and_write_one_report(

@@ -1,18 +1,13 @@
 """python -m eval.roofline: a whole run at a tiny shape, the arithmetic of its ratios, and what it refuses."""
 
-import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from programs import status
 
-from drafters.loop.generate import Step, Trace
 from eval import roofline
-from eval.rooflines import parts, shapes
+from eval.rooflines import shapes
 from eval.rooflines.parts import add_ratios, scaled
 
 SMALL = ["context=24", "new_tokens=12", "rounds=1", "rows=[1,3]", "dtype=float32", "threads=1"]
@@ -66,61 +61,6 @@ def test_ratios_by_hand() -> None:
     assert plain["roofline_share"] == pytest.approx(0.4)
     assert replayed["speedup"] == 2.0 and replayed["limit"] == pytest.approx(2.0)
     assert replayed["limit_share"] == pytest.approx(1.0) and double["speedup"] == 1.25
-
-
-def test_bandwidths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches bytes that a copy writes left out, bytes of a sum counted twice, and a mean or a first run's time.
-
-    Two runs of nine seconds warm up; the others take 0.25, 4 and 0.5 seconds, with a second between them.
-    """
-    device = torch.device("cpu")
-    monkeypatch.setattr(parts, "COPIED", {"cpu": 1 << 10})
-    for bandwidth, expected in ((parts.copy_bandwidth, 2 * 1024 / 0.5), (parts.read_bandwidth, 1024 / 0.5)):
-        clock = itertools.accumulate([0.0, 9.0, 9.0, 0.25, 1.0, 4.0, 1.0, 0.5])
-        monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda clock=clock: next(clock)))
-        assert bandwidth(device, tries=3) == expected
-
-
-def test_verification_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the time of several forwards as that of one, and one number of rows under another.
-
-    The clock runs only in a forward: an eighth of a second for each row.
-    """
-    clock, sizes = [0.0], set()
-
-    def run(ids: torch.Tensor, cache: Any) -> SimpleNamespace:
-        clock[0] += 0.125 * ids.shape[1]
-        sizes.add(ids.shape[1])
-        return SimpleNamespace(features=ids)
-
-    cache = SimpleNamespace(commit_first=lambda counts: None)
-    target: Any = SimpleNamespace(vocab_size=9, device=torch.device("cpu"), new_cache=lambda *shape: cache, run=run)
-    target.lm_head = lambda features: features
-    monkeypatch.setattr(parts, "most_likely", lambda logits: logits)
-    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = parts.verification_seconds(target, 16, [1, 4], 3, 0)
-    assert found == [{"rows": 1, "seconds": 0.125}, {"rows": 4, "seconds": 0.5}] and sizes == {16, 1, 4}
-
-
-def test_figures_of_a_method_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a time of all steps as that of one, parts swapped, and stock generation with its prefill."""
-    steps = [Step(0, 4, 2, 2, 3, 1), Step(0, 2, 2, 0, 1, 1)]
-    trace = Trace(steps, [0.125, 0.375], [0.5, 0.75], [0.0625, 0.1875], [0.5, 1.0], 0.25)
-    monkeypatch.setattr(parts, "generate", lambda *given, **options: SimpleNamespace(trace=trace))
-    whole = 0.5 + 1.25 + 0.25
-    found = parts._ours(SimpleNamespace(), SimpleNamespace(), [[1], [2]], 5)  # type: ignore[arg-type]
-    assert found == {
-        "batch": 2, "tau": 2.0, "tokens_per_second": 4 / whole, "step_seconds": whole / 2, "draft_seconds": 0.25,
-        "verify_seconds": 0.625, "other_seconds": 0.125, "forward_seconds": 0.75, "overhead": 0.25,
-        "prefill_seconds": 0.25,
-    }  # fmt: skip
-    clock = itertools.accumulate([0.0, 0.75, 0.0, 3.25])
-    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    asked = []
-    model = SimpleNamespace(generate=lambda ids, attention_mask, generation_config: asked.append(generation_config))
-    target: Any = SimpleNamespace(device=torch.device("cpu"), model=model)
-    assert parts._stock(target, [1, 2], 11, False) == {"batch": 1, "tokens_per_second": 10 / 2.5}
-    assert [(one.min_new_tokens, one.max_new_tokens) for one in asked] == [(1, 1), (11, 11)]
 
 
 @pytest.mark.parametrize("tau", [1.5, 2.94, 3.94, 4.8])

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 import eval.measure.lineup
 import eval.speed
 from drafters import Drafter, TargetModel
-from drafters.common.energy import EnergyMeter
 from drafters.loop.acceptance import Rule, Verdict
 from drafters.loop.call import eos_ids
 from drafters.loop.sampling import Sampling
@@ -156,41 +155,6 @@ class Wrong(AutoregressiveDrafter):
 
 def make_wrong(name: str, target: TargetModel, **options: Any) -> Drafter:
     return Wrong.from_options(target) if name == "speculative" else AutoregressiveDrafter.from_options(target)
-
-
-def test_energy_is_reported_or_its_absence_explained(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches counters around something else than the decodes, and a column of dashes without a reason."""
-
-    class OneJoule:
-        how = "a counter of our own"
-
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def start(self) -> None:
-            pass
-
-        def stop(self) -> float:
-            return 1.0
-
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=3)
-    with monkeypatch.context() as patch:
-        patch.setattr("drafters.common.energy.Rapl", OneJoule)
-        assert run(config) == 0
-    report = strict((tmp_path / "out" / "report.json").read_text())
-    for row in report["rows"]:
-        assert row["joules_per_token"] == pytest.approx(row["prompts"] / row["new_tokens"])
-    assert report["baseline"]["stock_generate_joules_per_token"] > 0
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert "energy: a counter of our own" in page
-    monkeypatch.setattr(
-        "eval.measure.session.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none")
-    )
-    assert run(config, "prompts.count=1") == 0
-    assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
-    assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_wrong_drafter_is_caught(

@@ -1,13 +1,11 @@
 """`python -m eval.compare REPORT`: the trainings of one report, with intervals over their seeds."""
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import status
 
 from drafters.config import load_config
 from eval import compare
@@ -100,30 +98,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(part, (*path, key))
 
 
-def test_a_broken_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a stack trace, or a message without file and key, for a part that is missing or of another kind."""
-    whole = report({"paper": [2.0], "ours": [2.2]})
-    refused: set[Any] = set()
-    monkeypatch.setattr("eval.report.trainings.write_page", lambda *_: None)
-    for path in places(whole):
-        for value in ("gone", None, 0, "text", ["x"], {"x": 1}, -1, 10**400):
-            content = copy.deepcopy(whole)
-            part: Any = content
-            for key in path[:-1]:
-                part = part[key]
-            part[path[-1]] = value
-            if value == "gone":
-                del part[path[-1]]
-            (tmp_path / "report.json").write_text(json.dumps(content))
-            try:
-                compare.main([str(tmp_path)])
-            except ValueError as error:
-                keys = [str(key) for key in path if isinstance(key, str)]
-                assert str(tmp_path) in str(error) and any(key in str(error) for key in keys), (path, value, error)
-                refused.add(path[-1])
-    assert refused >= {"rows", "tau", "temperature", "batch", "drafter", "n_alpha", "minutes", "grid", "prompts"}
-
-
 def test_the_makefile_trains_what_is_measured() -> None:
     """Catches a row whose checkpoint no training of the Makefile writes, and a table that no command makes."""
     text = (LEARNED / "Makefile").read_text()
@@ -135,10 +109,3 @@ def test_the_makefile_trains_what_is_measured() -> None:
                 name = name.rsplit("-", 1)[0] if file == "seeds.yaml" else name
                 assert f"\nTRAIN_{name} := " in text, f"{file} measures {name}"
     assert text.count("python -m eval.compare $(L)/") == 2
-
-
-def test_the_program_ends_well(tmp_path: Path) -> None:
-    """Catches a page in the wrong folder."""
-    (tmp_path / "report.json").write_text(json.dumps(report({"ours": [2.0, 3.0]})))
-    assert status(compare.main, tmp_path / "report.json", "--out", tmp_path / "pages") == 0
-    assert "python -m eval.compare" in (tmp_path / "pages" / "trainings.md").read_text()

@@ -4,17 +4,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import tiny
 import torch
 from conformance import prompt
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from drafters import TargetModel
-from drafters.config import Engine
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.linear import Product
 from drafters.model.rows import Placed, Rows, Scope
@@ -148,16 +145,6 @@ def test_packed_product_is_the_product(dtype: torch.dtype, biased: bool) -> None
         torch.testing.assert_close(product(x), plain, **tolerance)
 
 
-def test_weights_are_not_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a model that fits into memory once, but not twice."""
-    plenty = psutil.virtual_memory()
-    weight = torch.randn(64, 48)
-    if Product(weight).packed is None:
-        pytest.skip("torch has no packed layout on this CPU")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: plenty._replace(available=2 * weight.nbytes))
-    assert Product(weight).packed is None
-
-
 @pytest.mark.parametrize("lengths", [[0], [3], [255], [256], [257], [5, 5], [5, 2]])
 @pytest.mark.parametrize(("rows", "offset"), [(1, 0), (4, 0), (4, 2), (70, 0)])
 @pytest.mark.parametrize("window", [None, 8])
@@ -172,11 +159,3 @@ def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: in
         assert seen.shape[2] == 2 * rows
         for group in range(2):
             assert torch.equal(seen[:, :, group * rows : (group + 1) * rows], mask.expand_as(seen[:, :, :rows]))
-
-
-def test_the_former_name_of_stock() -> None:
-    """Catches an old config that is refused without the word to type."""
-    with pytest.raises(ValidationError, match="now called stock; set engine: stock"):
-        TypeAdapter(Engine).validate_python("eager")
-    with pytest.raises(ValueError, match="engine is 'eager'; give graphs, fused or stock"):
-        TargetModel(tiny.build("llama"), engine="eager")  # type: ignore[arg-type]

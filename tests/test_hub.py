@@ -21,7 +21,6 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
-from drafters.layouts.export import serving
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import Lora
 from train.core.lora import save_adapter, with_lora
@@ -260,14 +259,6 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     assert load_checkpoint("user/d", revision="v2")[0]["drafter_type"] == "eagle"
 
 
-def test_a_calibration_is_published(hub: HubServer, login: Login, saved: Path, tmp_path: Path) -> None:
-    """Catches temperatures for SGLang that stay at home, or take the folder of their prompts along."""
-    found = {"temperatures": [1.5, 2.0], "dataset": f"{tmp_path}/my-features/heldout", "num_samples": 400}
-    (saved / "confidence.json").write_text(json.dumps(found))
-    push_to_hub(saved, "user/d")
-    assert json.loads(files(hub, "user/d")["confidence.json"]) == found | {"dataset": "heldout"}
-
-
 def test_a_push_that_was_broken_off_goes_on(hub: HubServer, login: Login, saved: Path) -> None:
     """Catches weights that are sent again though they lie there, patience with a Hub that says no, and none with one
     that is overloaded."""
@@ -379,17 +370,3 @@ def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> N
     assert "holds pytorch_model.bin but no model.safetensors" in message
     assert "weights_only=True" in message
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
-
-
-def test_a_card_says_how_engines_serve_it(tmp_path: Path) -> None:
-    """Catches an export command for an engine that cannot load the drafter, and a list of frequent tokens left out."""
-    target = TargetModel(tiny.build("llama"), name=str(tmp_path / "target"))
-    target.model.save_pretrained(tmp_path / "target")
-    rigged.eagle(target, None, "static").save_pretrained(tmp_path / "mine")
-    card = serving(tmp_path / "mine", "user/mine", "someone/target")
-    assert "export user/mine --to vllm --out mine-vllm --target someone/target\nvllm serve someone/target" in card
-    assert "--to sglang" in card and "token-map" not in card
-    config = json.loads((tmp_path / "mine" / "config.json").read_text())
-    config["drafter"]["inputs"] = "token"
-    (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
-    assert serving(tmp_path / "mine", "user/mine", None) == ""

@@ -11,8 +11,6 @@ import tiny_run
 import yaml
 from chat_formats import CHATML, CHATML_SPECIALS, byte_level
 from hub_server import HubServer, Repository
-from test_export import save_head
-from test_export import save_target as save_llama
 from test_hub import Login, evidence, hub, login  # noqa: F401
 from torch import nn
 
@@ -21,7 +19,6 @@ from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.extraction.headers import make_headers
 from drafters import TargetModel
-from drafters.common.paths import shown_names
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.hub.model_card import Card
 from drafters.hub.publishing import files_of
@@ -104,20 +101,6 @@ def test_files_without_a_record(
     assert ("if it is, add --base-model someone/llama" in capsys.readouterr().out) != on_hub
 
 
-def test_evidence_with_relative_names(elsewhere: Path) -> None:
-    """Catches folders in a report's command and options, and a prompt file that the header gives as a data set."""
-    fingerprint = json.loads((elsewhere / "config.json").read_text())["target"]["fingerprint"]
-    found = evidence(fingerprint)
-    for each in found.values():
-        argv = ["python", "-m", "x", f"target={TARGET}", "out=runs/x", "--config", "configs/speed/y.yaml"]
-        each["environment"] |= {"argv": argv, "prompt_set": {"prompts": 3, "file": "data/mt/q.jsonl", "sha256": "p"}}
-    found["certificate"]["drafter"] |= {"pool": "pools/phrases.safetensors"}
-    _, header, text = sent(elsewhere, **found)
-    assert "python -m x target=my-llama out=x --config configs/speed/y.yaml" in text
-    assert "models/" not in text and "pools/" not in text and "data/" not in text and "mt/" not in text
-    assert {one["dataset"]["type"] for one in header["model-index"][0]["results"]} == {"q"}
-
-
 def test_an_adapter_of_a_local_drafter(elsewhere: Path) -> None:
     """Catches the base's folder in peft's file, and a base on the Hub that loses its owner."""
     named = {"name": "runs/base", "fingerprint": "f00d"}
@@ -171,48 +154,3 @@ def test_what_is_loaded_is_recorded(
         values = {"target": name, "splits": splits, "max_length": 64, "heldout_answers": "given", "out": "store"}
         header = make_headers(FeaturesConfig(**values), load_tokenizer("user/local"))["train"]
         assert header.hub_names == ([name, splits["train"]] if on_hub else [])
-
-
-def test_an_export_has_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the author's folders in the README of an export, which is published with it."""
-    monkeypatch.chdir(tmp_path)
-    target = save_llama(Path("models/my-llama"))
-    save_head(Path("runs/head"), target)
-    export("runs/head", "vllm", Path("exports/mine"))
-    text = Path("exports/mine/README.md").read_text() + Path("exports/mine/config.json").read_text()
-    assert not [folder for folder in ("models/", "runs/", "exports/", str(tmp_path)) if folder in text]
-    assert "python -m drafters.export head --to vllm --out mine" in text and "--target my-llama" in text
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("models/my llama", "models/my llama"),
-        ("models/x", "x"),
-        ("models/x/", "x"),
-        ("./models/x", "x"),
-        ("models\\x", "x"),
-        ("target=models/x", "target=x"),
-        ("user/known", "user/known"),
-        ("a=user/known", "a=user/known"),
-        ("local name/x y", "x y"),
-        (
-            {"a": ["b/c", {"d/e": "f/g"}], "n": 3, "u": "https://host/a/b"},
-            {"a": ["c", {"d/e": "g"}], "n": 3, "u": None},
-        ),
-        ("text of a/b and words", "text of a/b and words"),
-    ],
-)
-def test_shown_names(value: Any, shown: Any) -> None:
-    """Catches a folder that stays, and a Hub name, an address or a text that is cut."""
-    if isinstance(shown, dict):
-        shown["u"] = value["u"]
-    assert shown_names(value, ["user/known"], ["local name/x y"]) == shown
-
-
-@pytest.mark.parametrize(("name", "known"), [("someone/llama", ["someone/llama"]), ("tiny", [])])
-def test_a_model_from_memory(name: str, known: list[str], tmp_path: Path) -> None:
-    """Catches a name in a message that is taken for a Hub repository."""
-    target = TargetModel(tiny.build("llama"), name=name)
-    rigged.eagle(target, None, "chain").save_pretrained(tmp_path)
-    assert load_checkpoint(tmp_path)[0]["training"]["hub_names"] == known

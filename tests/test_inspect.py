@@ -6,13 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
-from test_store_ranks import LENGTHS, work
 
 from data_prep import inspect
-from data_prep.common.ranks import Rank
-from data_prep.store import inspection
 from data_prep.store.manifest import read_manifest
-from data_prep.store.reader import FeatureStore
 
 
 @pytest.fixture
@@ -58,19 +54,6 @@ def test_features_that_are_not_finite(tmp_path, features, capsys):
     assert said == f"Result: NOT fine: {tmp_path / 'train'}: NaN or infinite values in tap 2; make the features again"
 
 
-def test_statistics_of_the_states(made):
-    """Catches a mean over dialogues in place of tokens, a largest value without the negative ones, and taps swapped."""
-    store = FeatureStore.open(made / "train")
-    sums = inspection.state_sums(store, 64)
-    for name, values in (
-        ("features", torch.cat([dialogue.features for dialogue in store]).double()),
-        ("tap 2", torch.cat([dialogue.taps[2] for dialogue in store]).double()),
-    ):
-        assert sums[name][0] == pytest.approx(values.abs().sum().item(), rel=1e-3)
-        assert sums[name][1:3] == [(values == 0).sum().item(), values.numel()]
-        assert sums[name][3] == pytest.approx(values.abs().max().item(), rel=1e-3)
-
-
 def test_a_flipped_byte(made, capsys):
     """Catches --verify that looks at sizes only, stops at the first bad store, or ends with status 0."""
     assert inspect.main([str(made)]) == 0
@@ -89,20 +72,3 @@ def test_a_flipped_byte(made, capsys):
     assert said.endswith(", and 1 more, named above")
     for split, name in (("train", "shard-00001"), ("heldout", "shard-00000")):
         assert f"error: {made / split}: the content of {name}.safetensors is not what was written" in errors
-
-
-def test_a_half_written_store(tmp_path, capsys):
-    """Catches a store that cannot be looked at while it is written, or that looks finished."""
-    path = tmp_path / "store"
-    work(path, Rank(0, 2), most=2)
-    assert inspect.main([str(path), "--verify"]) == 0
-    printed = capsys.readouterr().out
-    there = read_manifest(path).dialogues
-    said = printed.splitlines()[-1]
-    assert said == f"Result: fine as far as it goes (every byte is as it was written), but not finished: {path}"
-    assert f"half written: {there} of {len(LENGTHS)} dialogues so far" in " ".join(printed.split())
-    assert "Not decoded: no tokenizer could be loaded from 'some/target'" in " ".join(printed.split())
-    empty = tmp_path / "empty"
-    work(empty, Rank(0, 2), most=0)
-    assert inspect.main([str(empty)]) == 0
-    assert "No dialogue has been written yet." in capsys.readouterr().out

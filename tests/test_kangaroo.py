@@ -23,10 +23,7 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("rigged", "scale"), [(True, 0.1), (False, 1.0), (False, 0.0)])
 def test_drafts_equal_the_adapter_from_scratch(rigged: bool, scale: float, temperature: float) -> None:
-    """Catches adapter rows lost or kept too long, wrong positions, q without its warps, and a wrong stop by eta.
-
-    None of these changes the output, only tau.
-    """
+    """Catches adapter rows lost or kept too long, wrong positions, q without its warps, and a wrong stop by eta."""
     target = target_of("llama", quiet_depths(scale))
     drafter = kangaroo(target, rigged, eta=ETA, max_draft_tokens=4)
     propose, sizes = drafter.propose, set()

@@ -64,10 +64,7 @@ def test_branches_go_on_while_they_are_due() -> None:
 
 
 def test_trees_end() -> None:
-    """Catches a tree larger than the buffers, deeper than the room, or drafted on below the threshold.
-
-    The level at which the likeliest branch falls below alpha still belongs to the tree.
-    """
+    """Catches a tree larger than the buffers, deeper than the room, or drafted on below the threshold."""
     full = tree_of(3, 2)
     full.extend([[0.5, 0.5]], [[1, 2]])
     full.extend([[0.5, 0.5], [0.5, 0.5]], [[3, 4], [5, 6]])

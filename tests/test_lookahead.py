@@ -79,10 +79,7 @@ def test_window_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_guesses_are_the_targets(family: str, temperature: float) -> None:
-    """Catches window rows at a wrong position or with a wrong mask: output stays right, only acceptance falls.
-
-    What each row of the last level predicts must be the stock model's argmax after the tokens that the row sees.
-    """
+    """Catches window rows at a wrong position or with a wrong mask: output stays right, only acceptance falls."""
     target = target_of(family)
     drafter = Primed.from_options(target, window=3, ngram=4, guesses=2)
     propose, observe, seen = drafter.propose, drafter.observe, []
@@ -159,9 +156,6 @@ def test_what_the_pool_takes_in() -> None:
 
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
-    """Catches n-grams accepted as if they had been sampled, and rejected siblings left in the distribution.
-
-    The pool persists, so that most drafts hold several.
-    """
+    """Catches n-grams accepted as if they had been sampled, and rejected siblings left in the distribution."""
     drafter = LookaheadDrafter.from_options(toy(), window=2, ngram=3, guesses=3, from_history=True)
     assert deviation(drafter, WARPS[warp]) < LIMIT

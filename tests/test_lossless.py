@@ -30,12 +30,10 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.cache import KVCache
 from eval import lossless
-from eval.configs import LosslessConfig, ParityConfig
+from eval.configs import LosslessConfig
 from eval.entries import DrafterEntry
 from eval.figures import certificate as made
 from eval.figures.goodness_of_fit import count_tail, detectable, uniformity
-from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
-from eval.measure.watched import Known
 
 # Three children of the root, three of its first, three of that one's first: siblings, and a chain of three.
 PARENTS, GROUPS, SIBLINGS = (ROOT, ROOT, ROOT, 0, 0, 0, 3, 3, 3), (0, 0, 0, 1, 1, 1, 2, 2, 2), 3
@@ -348,77 +346,3 @@ def test_autos_part_of_a_verdict() -> None:
         assert [reason.partition(":")[0] for reason in found["reasons"]] == because
         kept = [bool(shape["reasons"]) for shape in found["shapes"]]
         assert kept == [part is not right for part in parts if len(parts) > 1]
-
-
-def test_figures_of_both_parts_by_hand() -> None:
-    """Catches texts counted by their differences, a tolerance of another position, ends that are expected of another
-    token, and tokens of texts in place of texts. The first of three texts has two tokens that are the worst there.
-    """
-    model, texts, logits = toy(ends=True).model, Texts([[1, 3], [2, 4, 0], [3]]), []
-    for index, prompt in enumerate(texts.prompts):
-        row = list(prompt)
-        for place in range(6):
-            logits.append(model(torch.tensor([row])).logits[0, -1].detach())
-            wrong = index == 0 and place in (2, 4)
-            row.append(int(logits[-1].argmin() if wrong else logits[-1].argmax()))
-        texts.new.append(row[len(prompt) :])
-        texts.known.append([Known(0, None, None)] * 6)
-    found = greedy_fit(toy(), texts, frozenset(), 6)
-    assert (found["texts"], found["tokens"], found["exact_texts"], found["unexplained"]) == (3, 18, 2, 2)
-    for each, place in zip(found["divergences"], (2, 4), strict=True):
-        best, second = logits[place].topk(2).values.tolist()
-        assert (each["prompt"], each["position"]) == (0, place)
-        figures = best - second, best - logits[place].min().item(), logits[place].abs().max().item() * 64 / 2**24
-        assert (each["margin"], each["gap"], each["tolerance"]) == pytest.approx(figures, rel=1e-4)
-    for top_k in (0, 3):
-        kept = [torch.where(one < one.topk(top_k or len(one)).values[-1], -torch.inf, one) for one in logits]
-        sampled = sampled_fit(toy(), [texts], Sampling(1.0, top_k), frozenset({EOS}), 6, 0.01, 0)
-        ends = sum(new.count(EOS) for new in texts.new)
-        assert sampled["ends"] == {
-            "observed": ends,
-            "expected": pytest.approx(sum(one.softmax(-1)[EOS].item() for one in kept), rel=1e-5),
-        }
-        assert (sampled["texts"], sampled["tokens"], sampled["outside"]) == (3, 18, 2 if top_k else 0)
-        assert sampled["outside_allowed"] == (pytest.approx(1e-3 * 18) if top_k else 0.0)
-
-
-def test_the_longest_draft_is_that_of_all_batches() -> None:
-    """Catches the depth of the last batch's drafts, which says that deeper positions were tested, or were not."""
-
-    class Shorter(Table):
-        """Drafts the root's children only, after the first batch."""
-
-        batches = 0
-
-        def begin(self, state: DecodeState, output: Any) -> None:
-            super().begin(state, output)
-            self.batches += 1
-
-        def propose(self, state: DecodeState) -> DraftTree:
-            draft = super().propose(state)
-            if self.batches == 1:
-                return draft
-            assert draft.q is not None
-            return DraftTree.from_parents(draft.tokens[:, :3], PARENTS[:3], q=draft.q[:, :1], q_row=GROUPS[:3])
-
-    config = LosslessConfig(target={"path": "toy"}, drafter={"drafter": "table"}, texts=12, new_tokens=8, batch=4)
-    drafter = Shorter()
-    assert made.sampled_part(config, drafter.target, drafter, [[1, 3], [3]])["longest_draft"] == 3
-    assert drafter.batches > 2
-
-
-def test_many_beginnings_are_sampled_in_batches(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a mistyped number of prompts that fills the memory with one batch, and prompts that repeat from batch to
-    batch."""
-    with pytest.raises(ValueError, match=r"begun: Input should be less than or equal to 65536 .found 100000000."):
-        tiny_run.validate(LosslessConfig, {"begun": 10**8}, "test")
-    with pytest.raises(ValueError, match=r"count: Input should be less than or equal to 65536 .found 100000000."):
-        tiny_run.validate(ParityConfig, {"count": 10**8}, "test")
-    sizes, generate = list[int](), made.generate
-    monkeypatch.setattr(made, "BEGUN", 3)
-    monkeypatch.setattr(
-        made, "generate", lambda *given, **named: sizes.append(len(given[2])) or generate(*given, **named)
-    )
-    found = made.begun(target, 8, 6, seed=0)
-    assert sizes == [3, 3, 2] and found[:3] == made.begun(target, 3, 6, seed=0)
-    assert len({tuple(each) for each in found}) == 8 and all(len(each) == 6 for each in found)

@@ -28,10 +28,7 @@ GREEDY, HOT = Sampling(), Sampling(0.8, top_k=20)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("tree", "layers", "own"), [("chain", 1, False), ("static", 2, False), ("static", 1, True)])
 def test_drafts_are_the_heads_on_the_last_true_feature(tree: str, layers: int, own: bool, temperature: float) -> None:
-    """Catches a feature of another row, a head at another depth, another head's LM head, a q of another depth.
-
-    None of these changes the output, only tau.
-    """
+    """Catches a feature of another row, a head at another depth, another head's LM head, a q of another depth."""
     target = target_of("llama")
     drafter = medusa(target, None, tree, layers=layers, own_lm_heads=own, nodes=12)
     propose, sizes, module = drafter.propose, set(), drafter.module

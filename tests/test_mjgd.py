@@ -144,10 +144,7 @@ def test_an_ended_hypothesis_needs_no_last_token() -> None:
 
 
 def test_sampled_last_tokens() -> None:
-    """Catches last tokens drawn once for all, or the likeliest ones: all 4^4 outcomes are enumerated.
-
-    Each of four beginnings draws its own last token; then the highest joint likelihood wins.
-    """
+    """Catches last tokens drawn once for all, or the likeliest ones: all 4^4 outcomes are enumerated."""
     generator = torch.Generator().manual_seed(0)
     first = torch.rand(4, generator=generator).softmax(0)
     second = (torch.randn(4, 4, generator=generator) * 1.5).softmax(-1)

@@ -131,11 +131,7 @@ WARP = Sampling(2.0, top_k=5, top_p=0.9)
 
 @pytest.mark.parametrize("likelihood", ["own", "warped"])
 def test_likelihoods_of_a_sampled_run(likelihood: str) -> None:
-    """Catches p or q of the other kind, in the beams or in the ratio: both by whole forwards of the stock models.
-
-    With ``own`` the run's temperature, top-k and top-p only choose which tokens are drawn; with ``warped`` they hold
-    for both sides of the ratio. The pair is one in which the two kinds decide differently.
-    """
+    """Catches p or q of the other kind, in the beams or in the ratio: both by whole forwards of the stock models."""
     target = conformance.target_of("llama")
     draft_model = perturbed(target, 0.2)
     drafter = MJSDDrafter.from_options(

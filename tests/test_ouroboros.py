@@ -81,8 +81,6 @@ def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_accelerated_drafts_are_the_draft_models_own(family: str) -> None:
     """Catches scratch rows seen by committed ones, or accepted phrase rows kept at the wrong slot, in the draft model.
-
-    The target would hide both: its output stays right while the draft model drifts and acceptance falls.
     """
     target = conformance.target_of(family)
     draft_model = perturbed(target, 0.05)
@@ -107,10 +105,7 @@ def test_accelerated_drafts_are_the_draft_models_own(family: str) -> None:
 
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
-    """Catches phrases accepted as if sampled from q, and samples that a matched phrase biases.
-
-    The pool persists, so that nearly all drafts hold phrases; that the draft model matched some is counted.
-    """
+    """Catches phrases accepted as if sampled from q, and samples that a matched phrase biases."""
     drafter = Counting.from_options(toy(), draft_model=perturbed(toy(), 0.5), gamma=2, window=2, beta=3, k=2, guesses=2)
     assert deviation(drafter, WARPS[warp]) < LIMIT
     assert sum(gain > 1 for gain in drafter.gains) > len(drafter.gains) / 10

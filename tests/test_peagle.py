@@ -60,8 +60,7 @@ def slots(drafter: Any, known: list[int]) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_equal_the_head_from_scratch(variant: str, temperature: float) -> None:
     """Catches a mask row at another position, one that stays in the cache, a learned state that is not fused, and a
-    slot of another depth. None of these changes the output, only tau.
-    """
+    slot of another depth."""
     target = target_of("llama")
     drafter = peagle(target, "chain", **VARIANTS[variant])
     propose, compared = drafter.propose, []
@@ -115,8 +114,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 
 def test_the_loss_of_all_depths(settings: dict[str, Any]) -> None:
     """Catches a depth that sees another draft's mask tokens, a label one token off, a position that COD sampling left
-    out, and weights that do not make up for it. Reference: one draft after the other, torch's gradients.
-    """
+    out, and weights that do not make up for it."""
     config = tiny_run.read("peagle", settings | {"draft_vocab": 60})
     inputs = open_inputs(config)
     task: Any = make_task(config, inputs.ends)

@@ -126,8 +126,5 @@ def test_rows_of_different_length() -> None:
 
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
-    """Catches n-grams accepted as if they had been sampled, or kept in the distribution after they were rejected.
-
-    And, as rows of a batch draft unequally many tokens, padding nodes that take probability from the bonus.
-    """
+    """Catches n-grams accepted as if they had been sampled, or kept in the distribution after they were rejected."""
     assert deviation(PromptLookupDrafter.from_options(toy(), gamma=3), WARPS[warp]) < LIMIT

@@ -47,10 +47,7 @@ def test_top_p_of_a_large_vocabulary(sharpness: float, top_k: int, monkeypatch: 
 def test_equal_logits_stay_as_in_transformers(
     vocab: int, top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches the lowest ids of equal logits kept at the cut of top-p, and one of those equal to the k-th lost.
-
-    On some CPUs torch.sort leaves equal values in no order; transformers' cut is compared where they are in order.
-    """
+    """Catches the lowest ids of equal logits kept at the cut of top-p, and one of those equal to the k-th lost."""
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
     logits = (4 * torch.randn(64, vocab)).round()  # about 15 values
     logits[1:2], logits[2, : vocab // 2] = 0.0, 9.0  # more equal ones than are tried

@@ -1,7 +1,5 @@
 """The target's hidden states: two numberings, one place that converts them, and the states that each method reads."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +9,8 @@ import torch
 
 from drafters import TargetModel
 from drafters.common import states
-from drafters.methods import METHODS, drafter_class, head_shape, learned_methods, taps_for
+from drafters.methods import taps_for
 from train.run.inputs import states_asked
-
-
-def test_names() -> None:
-    """Catches a name that is off by one, so that a reader of a manifest takes the neighbouring layer."""
-    assert states.state_name(13) == "output of layer 12 = hidden_states[13]"
-    assert states.state_name(1) == "output of layer 0 = hidden_states[1]"
-    assert states.state_name(0) == "output of the embeddings = hidden_states[0]"
-    assert states.named_states([2]) == {
-        "features": "output of the final norm = hidden_states[-1]",
-        "tap_2": "output of layer 1 = hidden_states[2]",
-    }
 
 
 def test_both_numberings() -> None:
@@ -114,18 +101,6 @@ def test_a_union() -> None:
     assert taps_for(["eagle3", "dflash", "dspark"], 36, [3]) == [2, 3, 10, 18, 26, 33, 34]
     with pytest.raises(ValueError, match="dflash: the target has 4 layers"):
         taps_for(["eagle", "dflash"], 4)
-
-
-def test_the_list_of_methods_names_the_shapes() -> None:
-    """Catches a learned method whose shape the list lacks, or that is another one than its drafter's."""
-    shapes = {name: getattr(drafter_class(name), "shape", None) for name in METHODS}
-    assert {name: head_shape(name) for name in learned_methods()} == {name: it for name, it in shapes.items() if it}
-
-
-def test_no_torch() -> None:
-    """Catches an import that would make every mistyped key of a config wait for torch."""
-    code = "import sys; from drafters.methods import *; [*map(head_shape, METHODS)]; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_keys_that_add_states() -> None:

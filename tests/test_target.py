@@ -108,10 +108,7 @@ def test_tree_attention_equals_each_path_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("lengths", [(10, 10), (10, 7)])
 def test_trees_grown_in_parts(family: str, lengths: tuple[int, int]) -> None:
-    """Catches a later level at the first one's positions, and a window that siblings push each other out of.
-
-    A side branch, and beside it a branch longer than the window, so that its end must not see its beginning.
-    """
+    """Catches a later level at the first one's positions, and a window that siblings push each other out of."""
     target = target_of(family)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     draft = DraftTree(torch.tensor([prompt(10, 3), prompt(10, 4)]), torch.tensor([[-1, -1, *range(1, 9)]] * 2))

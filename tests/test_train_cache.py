@@ -25,7 +25,6 @@ from train.data.online import OnlineFeatures
 from train.data.packing import Batch, collate
 from train.preflight.dry_run import Report, add_features_disk, dry_run
 from train.preflight.workload import Workload
-from train.run.files import check_run_disk
 from train.run.inputs import open_inputs
 
 COUNT = 380  # training dialogues, of about 64 tokens: three shards of the cache
@@ -237,17 +236,6 @@ def test_the_dry_run_counts_the_cache(
     full, workload = Report(), Workload(24_441, 9000, 120, 5, "a guess")
     add_features_disk(full, config, load_config_only(str(target)), None, workload)
     assert ["the cache needs" in problem for problem in full.problems] == [True]
-
-
-def test_a_cache_is_no_room_for_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches states of the run that are taken to be there already, because the cache is in the same folder."""
-    config = tiny_run.read("kangaroo", {**settings(tmp_path, tmp_path / "run"), "features": "stores"})
-    (tmp_path / "run" / "cache").mkdir(parents=True)
-    (tmp_path / "run" / "cache" / "shard-00000.safetensors").write_bytes(bytes(10**6))
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
-    with pytest.raises(ValueError, match=r"the run folder .* needs 40\.0 kB, and 5\.00 kB are free"):
-        check_run_disk(config, torch.nn.Linear(1000, 1, bias=False))
 
 
 def test_a_budget_is_checked_before_the_target_is_loaded(

@@ -194,10 +194,7 @@ LOSSES = [
 @pytest.mark.parametrize("more", [{}, *LOSSES])
 def test_the_loss_is_the_one_of_the_papers(settings: dict[str, Any], more: dict[str, Any]) -> None:
     """Catches slots about other tokens, a layout that is off by one, an anchor's own features, weights of other slots,
-    a gradient through weights, a lost gradient of the LM head.
-
-    Reference: one block after the other by a forward from the description, logits whole, torch's gradients.
-    """
+    a gradient through weights, a lost gradient of the LM head."""
     task, batch = made(settings, 1, 3, anchors=5, **more)
     batch = task.choose(batch, seed=0)
     found = task.losses(task.pairs(task.module, batch, seed=0))["loss"]

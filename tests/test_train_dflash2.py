@@ -54,10 +54,7 @@ KINDS = [
 @pytest.mark.parametrize("more", KINDS)
 def test_the_loss_is_the_one_described(settings: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
     """Catches a token before that is off by one, a missing truth that is not put among the candidates, unary scores
-    without a gradient, convolutions across blocks, weights of other slots.
-
-    Reference: one block and slot after the other from the description, logits whole, torch's gradients.
-    """
+    without a gradient, convolutions across blocks, weights of other slots."""
     frozen = more.get("trains") == "selector"
     task, inputs = task_of((dflash_of(settings, tmp_path) if frozen else settings) | more)
     config, parameters = task.config, dict(task.module.named_parameters())

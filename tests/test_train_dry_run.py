@@ -288,8 +288,7 @@ def held_recipes() -> list[Any]:
 
 @pytest.mark.parametrize("file", held_recipes(), ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_recipes_say_what_they_take(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures in a comment that its own command no longer gives: python tests/recipes.py rewrites them. They are
-    a GPU's, whatever the CPU that says them multiplies fast."""
+    """Figures in a comment that its own command no longer gives: python tests/recipes.py rewrites them."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("drafters.model.files.fast_dtype", lambda device: torch.float32)
     lines, start, end = recipes.lines_of(file)

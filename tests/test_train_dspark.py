@@ -76,10 +76,7 @@ KINDS = [
 @pytest.mark.parametrize("more", KINDS)
 def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[str, Any]) -> None:
     """Catches a previous token that is off by one, a memory that outlives its block, a confidence label with a gradient
-    or of uncorrected logits, an L1 norm that counts half.
-
-    Reference: one block and slot after the other from the description, logits whole, torch's gradients.
-    """
+    or of uncorrected logits, an L1 norm that counts half."""
     config: Any = tiny_run.read("dspark", settings | more)
     inputs = open_inputs(config)
     task: Any = make_task(config, inputs.ends)

@@ -74,10 +74,7 @@ LOSSES = [
 @pytest.mark.parametrize("more", LOSSES)
 def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[str, Any]) -> None:
     """Catches steps about other tokens, keys of another layer, a detached feedback, a target's distribution over the
-    whole vocabulary, a wrong share of a step, a gradient of the shared LM head that counts one step.
-
-    Reference: one chain after the other by the head itself over a growing sequence, logits whole, torch's gradients.
-    """
+    whole vocabulary, a wrong share of a step, a gradient of the shared LM head that counts one step."""
     config = tiny_run.read("eagle3", settings | {"precision": "float32"} | more)
     inputs = open_inputs(config)
     task: Any = make_task(config, inputs.ends)

@@ -1,20 +1,15 @@
 """How training runs end: what they say, what they leave, and what --resume then does."""
 
 import json
-import shlex
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
-from test_features import write_config
 
 from data_prep.common import disk
-from data_prep.features import main as make_features
 from drafters import TargetModel
-from drafters.config import load_config
-from eval.configs import SpeedConfig
 from train.core import engine
 
 
@@ -62,28 +57,6 @@ def test_what_a_kill_at_the_end_left_undone_is_done(settings: dict[str, Any], tm
         (out / name).unlink()
         assert train(tmp_path, values, "--resume") == 0
         assert (out / name).is_file(), name
-
-
-def test_the_measuring_command_works(
-    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a command at the end of a training that eval.speed refuses, as a path with a space in it may bring."""
-    monkeypatch.setattr(engine, "stop", lambda: None)
-    folder = tmp_path / "my runs"
-    folder.mkdir()
-    make_features(["--config", str(write_config(folder, target_folder, exit_layers=[tiny_run.TAP]))])
-    values = tiny_run.settings(str(target_folder), folder / "out", folder / "head", steps=1, batch_tokens=512)
-    line = tiny_run.command("kangaroo", tmp_path, {**values, "exit_layer": tiny_run.TAP})
-    assert tiny_run.main("kangaroo", line[2:]) == 0
-    printed = capsys.readouterr().out.splitlines()[-1]
-    words = shlex.split(printed)
-    assert words[:4] == ["python", "-m", "eval.speed", "--config"]
-    config = load_config(SpeedConfig, words[4], words[5:])
-    config.check_paths()
-    assert [entry.drafter for entry in config.entries] == ["autoregressive", "prompt_lookup", "lookahead", "kangaroo"]
-    assert (config.target.path, config.target.dtype) == (str(target_folder), "auto")
-    assert config.prompts.files == [folder / "heldout.jsonl"]
-    assert config.out == folder / "head-speed"
 
 
 def test_a_full_disk_is_refused_at_the_start(

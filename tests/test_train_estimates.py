@@ -1,9 +1,7 @@
 """The estimates of --dry-run and the FLOPs of training, computed by hand or by another route than the code's."""
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import memory_run
@@ -17,7 +15,6 @@ from transformers import LlamaConfig
 from train.preflight.dry_run import dry_run
 from train.preflight.estimate import meta_task, parameters, target_parameters
 from train.preflight.memory import memory_parts, pass_memory
-from train.preflight.workload import Workload
 from train.run.files import run_folder_bytes
 from train.watch.flops import BlockCost, row_flops, training_cost
 
@@ -72,8 +69,6 @@ def test_the_flops_of_losses(settings: dict[str, Any], kind: str, more: dict[str
 
 def test_memory_by_hand(settings: dict[str, Any]) -> None:
     """Catches an average of the weights in bf16, frozen ends that count twice or in float32, and states of fewer taps.
-
-    The micro-batch holds three numbers of 8 bytes and a flag for each token, and two states of two bytes a value.
     """
     given = settings | {"exit_layer": 1, "precision": "bf16"}
     target = LlamaConfig(**memory_run.SHAPE)
@@ -108,11 +103,7 @@ def test_parameters_that_a_token_uses(tiny_model: Any) -> None:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "kangaroo", "medusa", "dflash"])
 def test_the_flops_of_a_dry_run(settings: dict[str, Any], kind: str) -> None:
     """Catches a training time of block drafters that counts each position once, though several blocks predict it, and
-    their attention as none.
-
-    Reference: torch's counter over the whole store. It counts attention to later tokens, too, and blocks at the ends
-    of answers have slots without a loss.
-    """
+    their attention as none."""
     task, batch = task_of(kind, settings | {"peak_tflops": 1.0}, *range(14))
     report = dry_run(task.config, tiny_run.arguments(mfu=0.5)).text()
     (rate,) = re.findall(r"time .* at ([\d,]+) tokens/s \(assuming an MFU of 50% of 1 TFLOP/s", report)
@@ -120,51 +111,3 @@ def test_the_flops_of_a_dry_run(settings: dict[str, Any], kind: str) -> None:
         task.losses(task.pairs(task.module, task.choose(batch, 0), 0))["loss"].backward()
     flops = 0.5e12 / int(rate.replace(",", ""))
     assert 0.8 < flops * batch.tokens / counted.get_total_flops() < 1.25
-
-
-def test_the_time_of_a_dry_run(settings: dict[str, Any]) -> None:
-    """Catches hours that ignore epochs, or the limit that comes first, and tokens of an epoch for those of the run."""
-    tokens = sum(tiny_run.LENGTHS["train"])
-    given = settings | {"steps": None, "epochs": 4000}
-    for more, hours in (({}, 4000 * tokens / 50 / 3600), ({"minutes": 90.0}, 1.5)):
-        report = dry_run(tiny_run.read("eagle", given | more), tiny_run.arguments(tokens_per_second=50.0)).text()
-        (found,) = re.findall(r"time +([\d.]+) hours of training at 50 tokens/s \(as given", report)
-        assert float(found) == pytest.approx(hours, rel=0.05)
-
-
-def test_steps_by_hand(settings: dict[str, Any]) -> None:
-    """Catches steps of an epoch for those of the run, the later of two limits, and steps that look full."""
-    given = settings | {"steps": None, "epochs": 3, "batch_tokens": 100, "minutes": 7.5}
-    config, work = tiny_run.read("eagle", given), Workload(900, 300, 50, 10, "the feature store", [50, 850])
-    assert work.describe() == "900 tokens an epoch, 300 of them trained (the feature store)"
-    said = "10 an epoch of at most 100 tokens, filled to 90.0%, 30 in all or 7.5 minutes"
-    assert work.describe_steps(config) == said
-    assert work.total_steps(tiny_run.read("eagle", given | {"steps": 12})) == 12
-
-
-def test_a_dry_run_without_features_by_hand(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches an estimate of time, disk or FLOPs that differs from its formula, and FLOPs that are not those of its
-    rate.
-
-    10^12 tokens of a target of two layers, and 10^6 for the disk. A token's features are 512 values and the state of
-    one layer, of two bytes in bf16, or one and a scale of two in int8, and 9 bytes of ids and mask. A forward of the
-    target multiplies with its layers and its LM head, and attends to half of 1,000 tokens.
-    """
-    shape = tmp_path / "config.json"
-    shape.write_text(json.dumps(memory_run.SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    values = settings | {"features": str(tmp_path / "none"), "exit_layer": 1, "steps": 10, "batch_tokens": 10**8}
-    given = tiny_run.arguments(
-        tokens=10**12, target_config=str(shape), device="H200", mfu=0.5, max_length=1000, ranks=2
-    )
-    text = dry_run(tiny_run.read("kangaroo", values), given).text()
-    (rate, flops) = re.findall(r"time .* at ([\d,]+) tokens/s .*; ([\d.]+) GFLOP a token", text)[0]
-    peak = 2 * 0.5 * 989e12  # FLOP/s of both devices
-    assert int(rate.replace(",", "")) * float(flops) * 1e9 == pytest.approx(peak, rel=0.3)
-    layer = 4 * 512 * 512 + 3 * 512 * 1408
-    forward = 2 * (2 * layer + 8192 * 512) + 2 * 2 * 512 * 1000
-    (hours,) = re.findall(r"time: features +([\d,.]+) hours of one pass", text)
-    assert float(hours.replace(",", "")) == pytest.approx(10**12 * forward / peak / 3600, rel=0.02)
-    given.tokens = 10**6
-    text = dry_run(tiny_run.read("kangaroo", values), given).text()
-    (sizes,) = re.findall(r"disk: features +([\d.]+) GB in bf16, ([\d.]+) GB in int8", text)
-    assert [float(size) for size in sizes] == pytest.approx([2 * 2 * 0.512 + 0.009, 2 * 0.514 + 0.009], abs=0.01)

@@ -1,8 +1,6 @@
 """Each figure that training reports, computed by hand or by another route than the code's."""
 
-import json
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +17,15 @@ from torch import nn
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds, LMHead
 from drafters.model.stock import LogitChange
-from train.bench.report import Round, describe, figures
 from train.core.lm_heads import LMHeads
 from train.core.losses import Pairs
 from train.core.runtime import ALONE
 from train.core.task import make_task
 from train.core.weights import draft_with
-from train.data.draft_vocab import find_frequent
 from train.data.packing import Position, Span, collate
-from train.preflight.overfit import excess_loss
-from train.run import boosting
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 from train.run.limits import Limits, Progress
-from train.run.summary import make_summary
 from train.watch import meter
 from train.watch.flops import TrainingCost
 from train.watch.heldout import own_answers
@@ -84,10 +77,7 @@ def test_acceptance_by_hand(settings: dict[str, Any]) -> None:
 @torch.no_grad()
 def test_figures_of_eagle3s_steps(settings: dict[str, Any]) -> None:
     """Catches figures of another step or another token, an acceptance over the draft vocabulary only, and a logged loss
-    of a step that is scaled by its decay.
-
-    Reference: one chain after the other by the head itself, logits whole.
-    """
+    of a step that is scaled by its decay."""
     task, batch = task_of("eagle3", settings, 1, 3, draft_vocab=60, step_decay=0.5)
     pairs = task.pairs(task.module, batch)
     found, ids = task.heldout(task.module, batch, pairs), task.heads.ids.long()
@@ -251,56 +241,6 @@ def test_a_meters_lines_by_hand(settings: dict[str, Any], monkeypatch: pytest.Mo
     steps.close()
 
 
-def test_a_summary_by_hand(tmp_path: Path) -> None:
-    """Catches a mean speed that counts the first line, a best acceptance that is the lowest, the peak of the last line,
-    and minutes of another row."""
-    rows = [
-        {"step": 0, "heldout_loss": 3.0, "heldout_tau": 1.0, "tau_seconds": 4.0, "seconds": 0.0},
-        {"step": 1, "loss": 9.0, "tokens": 10, "tokens_per_second": 1.0, "data_wait": 0.9, "peak_memory_gb": 7.0},
-        {"step": 2, "loss": 5.0, "tokens": 20, "tokens_per_second": 30.0, "data_wait": 0.1, "peak_memory_gb": 9.0},
-        {"step": 2, "heldout_loss": 2.0, "heldout_tau": 2.5, "tau_seconds": 5.0, "seconds": 60.0},
-        {"step": 3, "loss": 4.0, "tokens": 35, "tokens_per_second": 50.0, "data_wait": 0.3, "peak_memory_gb": 8.0},
-        {"step": 3, "heldout_loss": 2.5, "heldout_tau": 2.0, "tau_seconds": 6.0, "seconds": 90.0},
-    ]
-    (tmp_path / "run.json").write_text(json.dumps({"config": {}}))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = make_summary(tmp_path, "finished")
-    assert (made["steps"], made["tokens"], made["minutes"]) == (3, 35, 1.5)
-    speed = {"tokens_per_second": 40.0, "mfu": None, "data_wait": 0.2, "peak_memory_gb": 9.0, "tau_seconds": 15.0}
-    assert made["speed"] == speed
-    assert made["training"] == {"loss": 4.0, "learning_rate": None, "grad_norm": None}
-    assert made["heldout"]["heldout_loss"] == {"first": 3.0, "last": 2.5, "best": 2.0, "best_step": 2}
-    assert made["heldout"]["heldout_tau"] == {"first": 1.0, "last": 2.0, "best": 2.5, "best_step": 2}
-
-
-def test_rounds_by_hand() -> None:
-    """Catches padding that counts as tokens, a wait over another time, a mean for the median, and the MFU of the first
-    round."""
-    rounds = [Round(100, 125, 4e9, 1.0, 10.0, 5), Round(100, 125, 4e9, 1.0, 2.0, 9), Round(100, 150, 4e9, 2.0, 4.0, 7)]
-    found = figures(rounds, None, 0.001)
-    assert found == {
-        "tokens_per_second": 25.0,
-        "mfu": pytest.approx(1.0),
-        "peak_bytes": 9,
-        "padding": 1 - 300 / 400,
-        "data_wait": 4.0 / 16.0,
-        "failed": None,
-        "rounds": [10.0, 50.0, 25.0],
-    }
-    result = {
-        "sides": ["ours", "plain"],
-        "ours": found,
-        "plain": found | {"mfu": None},
-        "ratio": 1.5,
-        "peak_ratio": 0.5,
-    }
-    assert describe(result).splitlines() == [
-        "ours   25 tokens/s, MFU 100.0%, 25% padding, peak 9 bytes",
-        "plain  25 tokens/s, 25% padding, peak 9 bytes",
-        "ratio  1.50 times the tokens/s (median of 3 rounds), 0.50 of the peak memory",
-    ]
-
-
 def test_rates_and_times_by_hand(settings: dict[str, Any]) -> None:
     """Catches a cosine that ends early, a warm-up that counts twice, and time left of the later limit.
 
@@ -318,44 +258,3 @@ def test_rates_and_times_by_hand(settings: dict[str, Any]) -> None:
         late = {"cosine": 0.5 + 0.5 * math.cos(7 / 8 * math.pi), "linear": 1 / 8, "constant": 1.0}[schedule]
         assert limits.learning_rate() == pytest.approx(0.5 * late) and limits.time_left() == "00:15"
         progress.seconds = 30.0
-
-
-def test_the_share_that_is_covered_by_hand(settings: dict[str, Any], store: FeatureStore, features: Path) -> None:
-    """Catches a coverage of kinds of tokens instead of tokens, and one of the prompts."""
-    task, _ = task_of("eagle", settings, 0)
-    task.config = task.config.model_copy(update={"draft_vocab": 20})
-    said = find_frequent(task, store)
-    counts = Counter(token for item in store for token in item.input_ids[item.loss_mask].tolist())
-    share = sum(count for _, count in counts.most_common(20)) / sum(counts.values())
-    assert said is not None and said.startswith(f"warning: draft_vocab=20 covers {share:.1%} of the training answers'")
-
-
-def test_what_an_overfit_run_says_by_hand(settings: dict[str, Any]) -> None:
-    """Catches a loss above its floor that is a sum over tokens, one over all tokens, or one above zero."""
-    run = tiny_run.train_here("kangaroo", settings | METHODS["kangaroo"] | {"steps": 1})
-    batches = [collate(run.inputs.train, [index], run.config.taps) for index in (1, 3)]
-    above = count = 0.0
-    for batch in batches:
-        rows = run.task.rows(batch)
-        states = run.engine.module(batch.taps[tiny_run.TAP], batch.position_ids).flatten(0, 1)[rows]
-        p = run.task.ends.lm_head(batch.features.flatten(0, 1)[rows]).softmax(-1)
-        q = run.task.ends.lm_head(states).softmax(-1)
-        above, count = above + float((p * (p / q).log()).sum().detach()), count + len(rows)
-    assert excess_loss(run, batches) == pytest.approx(above / count, rel=1e-4)
-
-
-def test_covered_rows_of_several_draft_models_by_hand(
-    settings: dict[str, Any], store: FeatureStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a share of all tokens instead of the answers', and of the last draft model instead of any."""
-    run: Any = tiny_run.read("draft_model", settings | {"draft_model": settings["target"], "heldout_tokens": 1})
-    heldout = FeatureStore.open(Path(settings["features"]) / "heldout")
-    length = len(heldout[0].input_ids)
-    right = {"a": torch.arange(length) % 2 == 0, "b": torch.arange(length) % 3 == 0}
-    monkeypatch.setattr(boosting.TargetModel, "from_pretrained", lambda name, *given, **named: name)
-    monkeypatch.setattr(boosting, "right_rows", lambda name, batch, heads: right[name][None])
-    found = boosting.coverage(run, {"boosted": ["a", "b"], "seeds": ["b"]}, 1)
-    answers = heldout[0].loss_mask.roll(-1)[:-1]  # row i is about token i + 1
-    unions = (right["a"], right["a"] | right["b"], right["b"])
-    shares = [float((each[:-1] & answers).sum() / answers.sum()) for each in unions]
-    assert found == {"boosted": pytest.approx(shares[:2]), "seeds": pytest.approx(shares[2:])}

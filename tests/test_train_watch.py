@@ -20,13 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.generate import Trace
-from train.core.losses import Pairs, divergence_sum
 from train.core.task import Task, make_task
 from train.data.packing import Position, collate
 from train.preflight.estimate import meta_ends
 from train.run import loop
 from train.run.files import read_metrics
-from train.tools import summary
 from train.watch import heldout
 from train.watch.flops import training_cost
 from train.watch.heldout import answer_positions, bucket_name, by_position
@@ -215,17 +213,6 @@ def test_flops_equal_those_counted(kind: str, tiny_model: Any) -> None:
     assert cost.of([length], 0) == cost.token * length + cost.pair * length * (length + 1) // 2
 
 
-def test_flops_of_the_loss(tiny_model: Any) -> None:
-    """LM-head products of the loss that are done and not counted, or counted and not done."""
-    head = torch.nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False).requires_grad_(False)
-    rows = torch.randn(10, tiny.HIDDEN_SIZE, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        divergence_sum(Pairs(rows[None], torch.randn(10, tiny.HIDDEN_SIZE)), head, chunk_rows=4).backward()
-    config = tiny_model("llama").config
-    cost = training_cost(task_of("eagle", config))
-    assert counter.get_total_flops() == cost.row * 10 == 3 * 2 * 10 * tiny.HIDDEN_SIZE * tiny.VOCAB_SIZE
-
-
 def test_mfu_and_memory_are_logged(settings: dict[str, Any]) -> None:
     """MFU of a guessed peak on a CPU; FLOPs of the padding; a rate that has evaluations in it."""
     out = Path(settings["out"])
@@ -246,39 +233,6 @@ def test_mfu_and_memory_are_logged(settings: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------- the summary
-
-
-def test_summary_of_a_finished_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A summary without tau, of the wrong step, or with a best loss that is the worst."""
-    out = Path(settings["out"])
-    monkeypatch.setattr(tiny_run.picture, "draw", tiny_run.draw)
-    tiny_run.train_here("eagle", {**settings, **TAU, "eval_every": 2})
-    made = json.loads((out / "summary.json").read_text())
-    rows = read_metrics(out)
-    assert (made["ended"], made["steps"]) == ("finished", 6)
-    assert made["tokens"] == [row["tokens"] for row in rows if "tokens" in row][-1]
-    losses = [row["heldout_loss"] for row in rows if "heldout_loss" in row]
-    assert made["heldout"]["heldout_loss"]["best"] == min(losses)
-    taus = [row["heldout_tau"] for row in rows if "heldout_tau" in row]
-    assert made["heldout"]["heldout_tau"] == {
-        "first": taus[0],
-        "last": taus[-1],
-        "best": max(taus),
-        "best_step": [row["step"] for row in rows if row.get("heldout_tau") == max(taus)][0],
-    }
-    assert made["config"]["learning_rate"] == 0.01
-    assert made["hardware"]["cpu_cores"] >= 1
-    assert {"torch", "deepspeed"} <= made["versions"].keys()
-    assert made["last_good_state"].endswith("step-00000006")
-    assert (out / "summary.png").read_bytes().startswith(b"\x89PNG")
-    (out / "summary.png").unlink()
-    summary.main([str(out)])
-    again = json.loads((out / "summary.json").read_text())
-    assert {**again, "date": None} == {**made, "date": None}
-    assert (out / "summary.png").is_file()
-    tiny_run.without_pictures()
-    tiny_run.train_here("eagle", {**settings, **TAU, "steps": 8}, resume=True)
-    assert json.loads((out / "summary.json").read_text())["steps"] == 8
 
 
 def test_nan_on_held_out_text_is_told_and_survived(

@@ -142,10 +142,7 @@ def committed(length: Callable[[Tensor], int], confidence: dict[tuple[int, ...],
 
 @pytest.mark.parametrize("peeks", [False, True])
 def test_truncation_is_exact(peeks: bool) -> None:
-    """Catches any dependence of a decision on later tokens; a confidence that reads its own token must show.
-
-    By enumeration, for confidences drawn at random and costs at which lengths vary.
-    """
+    """Catches any dependence of a decision on later tokens; a confidence that reads its own token must show."""
     draw, lengths, worst = random.Random(4), set(), 0.0
     for _ in range(20):
         paths = [path for depth in range(DEPTH + 1) for path in itertools.product(range(VOCAB), repeat=depth)]

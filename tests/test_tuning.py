@@ -82,14 +82,3 @@ def test_nothing_is_tuned_on_what_is_measured() -> None:
             source = prompts.get("file") or prompts["suite"]
             (tuned if file.is_relative_to(CONFIGS / "tune") else measured).add(Path(source).name)
     assert tuned == {"tune.jsonl"} and "heldout.jsonl" in measured and not tuned & measured
-
-
-def test_searches_of_the_real_model() -> None:
-    """Catches a search that is no search, and one on questions that a table measures."""
-    folder = CONFIGS / "real" / "tune"
-    searches = load_searches(folder, []).values()
-    assert {config.drafters[0].drafter for config in searches} >= {"eagle", "hybrid", "medusa", "rest", "suffix"}
-    assert all(len(values) > 1 for config in searches for values in config.knobs.values())
-    (asked,) = {str(config.prompts.file) for config in searches}
-    tables = [path for path in CONFIGS.rglob("*.yaml") if not path.is_relative_to(folder)]
-    assert not [path for path in tables if asked in path.read_text()]

@@ -116,10 +116,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def test_faults_that_vllm_serves_are_named(tmp_path: Path) -> None:
-    """Catches conventions of its runner that its classes do not show, and a wrong head that passes or is misnamed.
-
-    It takes minutes: vLLM compiles for each head.
-    """
+    """Catches conventions of its runner that its classes do not show, and a wrong head that passes or is misnamed."""
     path, bare = str(ROOT / "checkpoints" / "stdlib-target"), str(tmp_path / "bare")
     shutil.copytree(path, bare, ignore=shutil.ignore_patterns("*token*", "*.jinja"))  # the store has no hash of them
     target = TargetModel.from_pretrained(path, "float32", "cpu")

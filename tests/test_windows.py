@@ -33,8 +33,7 @@ PROMPTS = [prompt(30), prompt(3, 1), prompt(9, 2)]
 @pytest.mark.parametrize("edge", ["slot", "anchor"])
 def test_the_edge_of_a_window(edge: Any, causal: Any, length: int) -> None:
     """Catches a window of 6 that is one too long or too short, behind 4 to 7 tokens, or that moves with the slots where
-    it must not. The reference counts positions.
-    """
+    it must not."""
     shape = BlockShape(**BLOCK | {"layout": "fill-in", "sliding_window": 6, "window_edge": edge, "causal": causal})
     rows = Rows(torch.ones(1, shape.rows, shape.rows, dtype=torch.bool))
     scope = Scope(6, anchored=edge == "anchor", causal=causal == "sliding")
