@@ -10,7 +10,7 @@ rejected passes much of what follows by default. ``accepts`` makes the suite che
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -116,6 +116,7 @@ def suite(
     families: tuple[str, ...] = tiny.FAMILIES,
     longest_draft: int = 6,
     remembers: bool = False,
+    whole: bool = True,
 ) -> type:
     """The suite for one factory; bind it to a name that begins with ``Test``.
 
@@ -125,14 +126,18 @@ def suite(
         build: family -> HF model, where the rig needs a target of its own.
         longest_draft: tokens the longest accepted path may have.
         remembers: the drafter learns across prompts on purpose, so a second prompt may go otherwise than a fresh start.
+        whole: False for ``brief``: a further shape of a drafter, without stop rules, seeds, dtypes and refusals.
     """
     fields: dict[str, Any] = {"make": staticmethod(make), "build": staticmethod(build), "accepts": accepts}
     fields |= {"families": families, "longest_draft": longest_draft, "remembers": remembers}
-    return type("ConformanceSuite", (Conformance,), fields)
+    return type("ConformanceSuite", (Conformance if whole else Brief,), fields)
 
 
-class Conformance:
-    """See ``suite``. Lossy drafters are held to everything but equality with plain decoding."""
+brief = partial(suite, whole=False)
+
+
+class Brief:
+    """Drafts and what is committed. Lossy drafters are held to everything but equality with plain decoding."""
 
     make: Make
     build: Build
@@ -167,6 +172,75 @@ class Conformance:
             result = self.run(target, ids, drafter, max_new_tokens=24)
             assert result.lengths == [24]
             assert rows_of(result)[0] == (self.expected(target, drafter, ids, 24) or rows_of(result)[0])
+
+    def test_edge_of_the_context(self) -> None:
+        """Catches buffers a few rows short for a draft past the context, and a bound that is off by one."""
+        target = self.target()
+        drafter, ids = self.make(target), prompt(target.max_context - 8)
+        tokens = rows_of(self.run(target, ids, drafter, max_new_tokens=8))[0]
+        assert tokens == (self.expected(target, drafter, ids, 8) or tokens) and len(tokens) == 8
+        with pytest.raises(ValueError, match=str(target.max_context)):
+            self.run(target, ids, drafter, max_new_tokens=9)
+
+    @pytest.mark.parametrize(("family", "temperature"), [("llama", 0.0), ("mistral-sliding", 0.0), ("llama", 1.0)])
+    def test_cache_equals_fresh_prefill(self, family: str, temperature: float) -> None:
+        """Catches rejected rows left in the cache, accepted ones at the wrong slot, keys at a wrong position."""
+        target = self.target(family)
+        with checked_commits() as seen:
+            self.run(target, prompt(11), temperature=temperature, max_new_tokens=20, seed=3)
+        assert seen.commits >= 1
+        assert seen.accepted > 0 or self.accepts in (None, "none") or temperature > 0
+
+    def test_no_state_leaks_between_prompts(self) -> None:
+        """Catches a drafter's cache, features or path of the first prompt surviving into the second, undeclared."""
+        target = self.target()
+        used = self.make(target)
+        assert used.remembers == self.remembers  # a speed test that goes on after a kill relies on it
+        for seed, temperature in ((0, 0.0), (1, 0.0), (2, 1.0), (0, 0.0)):
+            ids = prompt(8 + 3 * seed, seed)
+            options = {"temperature": temperature, "max_new_tokens": 12}
+            again, fresh = (self.run(target, ids, d, **options) for d in (used, self.make(target)))
+            if self.remembers and temperature > 0:
+                continue
+            assert again.tokens.tolist() == fresh.tokens.tolist()
+            assert self.remembers or again.trace.steps == fresh.trace.steps
+
+    def test_batch(self) -> None:
+        """Catches garbage above a drafter's batch, and rows that see each other's or padding's keys."""
+        target = self.target()
+        drafter = self.make(target)
+        prompts = [prompt(4), prompt(11), prompt(7)]
+        options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_EOS}
+        if drafter.max_batch is not None:
+            too_many = [prompt(4)] * (drafter.max_batch + 1)
+            with pytest.raises(ValueError, match=f"at most {drafter.max_batch} .*found {drafter.max_batch + 1}"):
+                generate(target, drafter, too_many, **options)
+            return
+        rows = rows_of(generate(target, drafter, prompts, **options))
+        for ids, row in zip(prompts, rows, strict=True):
+            assert row == (self.expected(target, drafter, ids, 12) or row) and len(row) == 12
+
+    def test_trace_and_acceptance(self) -> None:
+        """Catches miscounted steps, and a rig that no longer accepts what the other tests need accepted."""
+        target = self.target()
+        drafter = self.make(target)
+        trace = self.run(target, prompt(9), drafter, max_new_tokens=24).trace
+        steps = trace.steps
+        assert sum(step.committed for step in steps) == 23 and trace.forwards == len(steps)
+        assert trace.tau == pytest.approx(23 / len(steps))
+        assert all(step.accepted <= step.depth <= step.drafted <= drafter.max_draft for step in steps)
+        assert all(step.committed == step.accepted + 1 for step in steps[:-1])
+        assert max(step.accepted for step in steps) <= self.longest_draft
+        if self.accepts == "all":
+            assert all(step.accepted == step.depth for step in steps) and trace.tau > 2
+        elif self.accepts == "some":
+            assert any(step.accepted > 1 for step in steps) and any(step.accepted < step.depth for step in steps)
+        elif self.accepts == "none":
+            assert all(step.accepted == 0 for step in steps) and trace.tau == 1.0
+
+
+class Conformance(Brief):
+    """The whole suite: also stop rules, seeds, dtypes and refusals."""
 
     def test_greedy_is_stock_generate(self) -> None:
         """Catches stop rules unlike stock `generate`'s: EOS from the generation config, kept in the output."""
@@ -209,38 +283,6 @@ class Conformance:
                 if temperature == 0 and expected is not None:
                     assert rows_of(result)[0] == expected[:limit]
 
-    def test_edge_of_the_context(self) -> None:
-        """Catches buffers a few rows short for a draft past the context, and a bound that is off by one."""
-        target = self.target()
-        drafter, ids = self.make(target), prompt(target.max_context - 8)
-        tokens = rows_of(self.run(target, ids, drafter, max_new_tokens=8))[0]
-        assert tokens == (self.expected(target, drafter, ids, 8) or tokens) and len(tokens) == 8
-        with pytest.raises(ValueError, match=str(target.max_context)):
-            self.run(target, ids, drafter, max_new_tokens=9)
-
-    @pytest.mark.parametrize(("family", "temperature"), [("llama", 0.0), ("mistral-sliding", 0.0), ("llama", 1.0)])
-    def test_cache_equals_fresh_prefill(self, family: str, temperature: float) -> None:
-        """Catches rejected rows left in the cache, accepted ones at the wrong slot, keys at a wrong position."""
-        target = self.target(family)
-        with checked_commits() as seen:
-            self.run(target, prompt(11), temperature=temperature, max_new_tokens=20, seed=3)
-        assert seen.commits >= 1
-        assert seen.accepted > 0 or self.accepts in (None, "none") or temperature > 0
-
-    def test_no_state_leaks_between_prompts(self) -> None:
-        """Catches a drafter's cache, features or path of the first prompt surviving into the second, undeclared."""
-        target = self.target()
-        used = self.make(target)
-        assert used.remembers == self.remembers  # a speed test that goes on after a kill relies on it
-        for seed, temperature in ((0, 0.0), (1, 0.0), (2, 1.0), (0, 0.0)):
-            ids = prompt(8 + 3 * seed, seed)
-            options = {"temperature": temperature, "max_new_tokens": 12}
-            again, fresh = (self.run(target, ids, d, **options) for d in (used, self.make(target)))
-            if self.remembers and temperature > 0:
-                continue
-            assert again.tokens.tolist() == fresh.tokens.tolist()
-            assert self.remembers or again.trace.steps == fresh.trace.steps
-
     def test_seeds(self) -> None:
         """Catches random numbers from outside the generator (same seed differs) and a seed that is ignored."""
         target = self.target()
@@ -282,21 +324,6 @@ class Conformance:
         assert tokens == (self.expected(target, drafter, [5], 16) or tokens) and len(tokens) == 16
         assert self.run(target, [5], drafter, temperature=1.0, max_new_tokens=8).lengths == [8]
 
-    def test_batch(self) -> None:
-        """Catches garbage above a drafter's batch, and rows that see each other's or padding's keys."""
-        target = self.target()
-        drafter = self.make(target)
-        prompts = [prompt(4), prompt(11), prompt(7)]
-        options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_EOS}
-        if drafter.max_batch is not None:
-            too_many = [prompt(4)] * (drafter.max_batch + 1)
-            with pytest.raises(ValueError, match=f"at most {drafter.max_batch} .*found {drafter.max_batch + 1}"):
-                generate(target, drafter, too_many, **options)
-            return
-        rows = rows_of(generate(target, drafter, prompts, **options))
-        for ids, row in zip(prompts, rows, strict=True):
-            assert row == (self.expected(target, drafter, ids, 12) or row) and len(row) == 12
-
     def test_other_target_is_refused(self) -> None:
         """Catches a drafter silently run with a target it was not built for."""
         with pytest.raises(ValueError, match="built for target"):
@@ -307,21 +334,3 @@ class Conformance:
         target = in_bfloat16(self.target())
         for temperature in (0.0, 1.0):
             assert self.run(target, prompt(6), temperature=temperature, max_new_tokens=10).lengths == [10]
-
-    def test_trace_and_acceptance(self) -> None:
-        """Catches miscounted steps, and a rig that no longer accepts what the other tests need accepted."""
-        target = self.target()
-        drafter = self.make(target)
-        trace = self.run(target, prompt(9), drafter, max_new_tokens=24).trace
-        steps = trace.steps
-        assert sum(step.committed for step in steps) == 23 and trace.forwards == len(steps)
-        assert trace.tau == pytest.approx(23 / len(steps))
-        assert all(step.accepted <= step.depth <= step.drafted <= drafter.max_draft for step in steps)
-        assert all(step.committed == step.accepted + 1 for step in steps[:-1])
-        assert max(step.accepted for step in steps) <= self.longest_draft
-        if self.accepts == "all":
-            assert all(step.accepted == step.depth for step in steps) and trace.tau > 2
-        elif self.accepts == "some":
-            assert any(step.accepted > 1 for step in steps) and any(step.accepted < step.depth for step in steps)
-        elif self.accepts == "none":
-            assert all(step.accepted == 0 for step in steps) and trace.tau == 1.0

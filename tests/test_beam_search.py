@@ -16,8 +16,7 @@ LOGITS = torch.tensor([2.0, 1.5, 1.4, 1.0, 0.0, -1.0, -3.0])
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, 4), Sampling(1.5, 0, 0.8), Sampling(0.8, 5, 0.85)])
 def test_tokens_are_drawn_from_the_warped_distribution(sampling: Sampling) -> None:
-    """Catches top-k taken before the temperature's cut, ids of the pool taken for the vocabulary's, and unwarped draws.
-    """
+    """Catches top-k taken before the temperature's cut, ids of the pool taken for tokens, and unwarped draws."""
     count, generator = 40_000, torch.Generator().manual_seed(0)
     shuffled = LOGITS[[3, 6, 0, 4, 2, 5, 1]]
     step, tokens = _candidates(shuffled.expand(count, -1), 2, sampling, generator)

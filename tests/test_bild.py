@@ -10,7 +10,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.papers.bild import BiLDDrafter, Rollback
 
-TestItself = conformance.suite(
+TestItself = conformance.brief(
     lambda target: BiLDDrafter.from_options(target, draft_model=target, gamma=4, fallback=0.0, rollback=50.0),
     accepts="all",
     families=("llama", "mistral-sliding"),

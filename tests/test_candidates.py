@@ -73,11 +73,11 @@ MAKE = {
 }  # fmt: skip
 
 SOME: dict[str, Any] = {"accepts": "some", "families": ("llama",)}
-TestEagleChain = conformance.suite(MAKE["eagle chain"], **SOME)
-TestEagleDynamic = conformance.suite(MAKE["eagle dynamic"], **SOME)
-TestEagle3 = conformance.suite(MAKE["eagle3 d2t"], **SOME)
-TestDSpark = conformance.suite(MAKE["dspark d2t"], **SOME)
-TestDSparkTree = conformance.suite(MAKE["dspark tree"], **SOME)
+TestEagleChain = conformance.brief(MAKE["eagle chain"], **SOME)
+TestEagleDynamic = conformance.brief(MAKE["eagle dynamic"], **SOME)
+TestEagle3 = conformance.brief(MAKE["eagle3 d2t"], **SOME)
+TestDSpark = conformance.brief(MAKE["dspark d2t"], **SOME)
+TestDSparkTree = conformance.brief(MAKE["dspark tree"], **SOME)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -50,11 +50,11 @@ def tree_inside(target: TargetModel) -> Drafter:
     return CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner, gamma=4)
 
 
-TestAll = conformance.suite(lambda t: cascade(t, 0.0, 0.0), accepts="all", families=("llama", "qwen3"))
+TestAll = conformance.brief(lambda t: cascade(t, 0.0, 0.0), accepts="all", families=("llama", "qwen3"))
 TestSome = conformance.suite(lambda t: cascade(t, 0.05, 0.05), accepts="some")
-TestStrangerInside = conformance.suite(lambda t: cascade(t, 0.05, 1.0), accepts="some", families=("mistral-sliding",))
+TestStrangerInside = conformance.brief(lambda t: cascade(t, 0.05, 1.0), accepts="some", families=("mistral-sliding",))
 TestOfThree = pytest.mark.long(conformance.suite(of_three, accepts="some", families=("llama",)))
-TestTreeInside = conformance.suite(tree_inside, accepts="some", families=("llama",))
+TestTreeInside = conformance.brief(tree_inside, accepts="some", families=("llama",))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

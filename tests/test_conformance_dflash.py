@@ -14,18 +14,18 @@ def cycling(target: conformance.TargetModel) -> conformance.Drafter:
     return drafter
 
 
-TestChainAll = conformance.suite(lambda t: dflash(t, 0.0, "chain"), accepts="all", families=("llama", "qwen3"))
-TestChainSome = conformance.suite(
+TestChainAll = conformance.brief(lambda t: dflash(t, 0.0, "chain"), accepts="all", families=("llama", "qwen3"))
+TestChainSome = conformance.brief(
     lambda t: dflash(t, 0.3, "chain", "anchor-first", draft_vocab_size=KEPT), accepts="some", families=("mixtral",)
 )
-TestChainRandomHead = conformance.suite(
+TestChainRandomHead = conformance.brief(
     lambda t: dflash(t, None, "chain", causal=True, layer="llama"), families=("llama",)
 )
 TestTreeSome = conformance.suite(
     lambda t: dflash(t, 0.3, "tree", nodes=12, top_k=4), accepts="some", families=("llama", "mistral-sliding")
 )
-TestTreeRandomHead = conformance.suite(
+TestTreeRandomHead = conformance.brief(
     lambda t: dflash(t, None, "tree", "anchor-first", nodes=20, draft_vocab_size=KEPT), families=("llama",)
 )
-TestAuto = conformance.suite(lambda t: goes_by(dflash(t, 0.3, "auto")), accepts="some", families=("llama",))
-TestCycling = conformance.suite(cycling, families=("llama",))
+TestAuto = conformance.brief(lambda t: goes_by(dflash(t, 0.3, "auto")), accepts="some", families=("llama",))
+TestCycling = conformance.brief(cycling, families=("llama",))

@@ -3,12 +3,12 @@
 import conformance
 from rigged import block_costs, dflash2, goes_by
 
-TestChainSome = conformance.suite(lambda t: dflash2(t, 0.1, "chain"), accepts="some", families=("llama", "mixtral"))
+TestChainSome = conformance.brief(lambda t: dflash2(t, 0.1, "chain"), accepts="some", families=("llama", "mixtral"))
 TestTreeSome = conformance.suite(
     lambda t: dflash2(t, 0.2, "tree", nodes=12, top_k=3, mask_embedding=True),
     accepts="some",
     families=("llama", "mistral-sliding"),
 )
-TestAuto = conformance.suite(lambda t: goes_by(dflash2(t, 0.2, "auto")), accepts="some", families=("llama",))
-TestTruncated = conformance.suite(lambda t: block_costs(dflash2(t, 0.1, "chain", truncate=True)), families=("llama",))
-TestRandom = conformance.suite(lambda t: dflash2(t, None, "tree", sliding_window=6), families=("llama",))
+TestAuto = conformance.brief(lambda t: goes_by(dflash2(t, 0.2, "auto")), accepts="some", families=("llama",))
+TestTruncated = conformance.brief(lambda t: block_costs(dflash2(t, 0.1, "chain", truncate=True)), families=("llama",))
+TestRandom = conformance.brief(lambda t: dflash2(t, None, "tree", sliding_window=6), families=("llama",))

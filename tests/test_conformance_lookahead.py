@@ -28,10 +28,10 @@ def in_cascade(target: TargetModel) -> Drafter:
     return CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner, gamma=4)
 
 
-TestLookahead = conformance.suite(
+TestLookahead = conformance.brief(
     lambda target: make_drafter("lookahead", target), families=("llama", "qwen3"), longest_draft=2
 )
 TestPrimed = conformance.suite(
     lambda target: Primed.from_options(target, window=3, ngram=4, guesses=2), accepts="some", longest_draft=3
 )
-TestInCascade = conformance.suite(in_cascade, accepts="some", families=("llama",), longest_draft=6)
+TestInCascade = conformance.brief(in_cascade, accepts="some", families=("llama",), longest_draft=6)

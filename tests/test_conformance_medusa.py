@@ -13,10 +13,10 @@ def changing(target: TargetModel) -> MedusaDrafter:
     return drafter
 
 
-TestChainAll = conformance.suite(lambda t: medusa(t, 0.0, "chain"), accepts="all", families=("llama", "qwen3"))
+TestChainAll = conformance.brief(lambda t: medusa(t, 0.0, "chain"), accepts="all", families=("llama", "qwen3"))
 TestStaticSome = conformance.suite(lambda t: medusa(t, 0.4, "static", nodes=12, layers=2), accepts="some")
-TestOwnLMHeads = conformance.suite(lambda t: medusa(t, None, "static", own_lm_heads=True), families=("mixtral",))
-TestChanging = conformance.suite(changing, accepts="some", families=("llama", "mistral-sliding"))
+TestOwnLMHeads = conformance.brief(lambda t: medusa(t, None, "static", own_lm_heads=True), families=("mixtral",))
+TestChanging = conformance.brief(changing, accepts="some", families=("llama", "mistral-sliding"))
 TestTypical = conformance.suite(
     lambda t: medusa(t, 0.4, "static", nodes=12, accept="typical"), accepts="some", families=("llama",)
 )

@@ -16,7 +16,7 @@ def mixed(target: TargetModel) -> SpecInferDrafter:
     )
 
 
-TestItself = conformance.suite(
+TestItself = conformance.brief(
     lambda target: SpecInferDrafter.from_options(target, draft_models=[target, target], gamma=5), accepts="all"
 )
 TestPerturbed = conformance.suite(
@@ -26,8 +26,8 @@ TestPerturbed = conformance.suite(
     accepts="some",
     families=("llama", "mistral-sliding", "mixtral"),
 )
-TestMixed = conformance.suite(mixed, accepts="some", families=("llama", "mistral"))
-TestOne = conformance.suite(
+TestMixed = conformance.brief(mixed, accepts="some", families=("llama", "mistral"))
+TestOne = conformance.brief(
     lambda target: SpecInferDrafter.from_options(target, draft_models=[perturbed(target, 0.05)], gamma=1),
     families=("llama",),
 )

@@ -14,10 +14,10 @@ def stranger(target: TargetModel) -> SpecTrDrafter:
     return SpecTrDrafter.from_options(target, draft_model=draft_model, gamma=3, drafts=4, draft_temperature=1.0)
 
 
-TestItself = conformance.suite(
+TestItself = conformance.brief(
     lambda target: SpecTrDrafter.from_options(target, draft_model=target, gamma=5, drafts=3), accepts="all"
 )
-TestItselfSampled = conformance.suite(
+TestItselfSampled = conformance.brief(
     lambda target: SpecTrDrafter.from_options(target, draft_model=target, gamma=4, drafts=3, draft_temperature=0.3),
     accepts="some",
 )
@@ -28,4 +28,4 @@ TestPerturbed = conformance.suite(
     accepts="some",
     families=("llama", "mistral-sliding"),
 )
-TestStranger = conformance.suite(stranger, families=("mistral", "mixtral"))
+TestStranger = conformance.brief(stranger, families=("mistral", "mixtral"))

@@ -95,14 +95,14 @@ def target_for(name: str) -> TargetModel:
     return target_of("llama", quiet_depths(0.3)) if name == "kangaroo" else target_of("llama")
 
 
-TestStaticInt8 = conformance.suite(
+TestStaticInt8 = conformance.brief(
     lambda target: METHODS["eagle static"](
         target, shuffled(target.vocab_size, 60), {"draft_vocab": 50, "draft_dtype": "int8"}
     ),
     accepts="some",
     families=("llama", "mixtral"),
 )
-TestSpeculative = conformance.suite(
+TestSpeculative = conformance.brief(
     lambda target: METHODS["speculative"](target, shuffled(target.vocab_size, 60), {"draft_vocab": 60}),
     accepts="some",
     families=("qwen3",),

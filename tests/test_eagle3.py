@@ -123,8 +123,7 @@ def eagle3_shape(variant: str, **more: Any) -> Eagle3Shape:
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_equal_the_head_from_scratch(variant: str, tree: str, temperature: float) -> None:
-    """Catches true features that stay out, feedback before the norm, draft ids that are not mapped, stale cache rows.
-    """
+    """Catches true features that stay out, feedback before the norm, draft ids not mapped, stale cache rows."""
     target = target_of("llama")
     drafter = eagle3(target, None, tree, depth=4, top_k=3, nodes=9, **VARIANTS[variant])
     weights, head, options = shaken(drafter), drafter.module, drafter.module.shape

@@ -55,10 +55,10 @@ TestHybrid = conformance.suite(
     lambda t: hybrid(t, auto_eagle(t, 0.4)), accepts="some", longest_draft=8,
     families=("llama", "mistral-sliding"),
 )  # fmt: skip
-TestByMatch = conformance.suite(
+TestByMatch = conformance.brief(
     lambda t: by_match(t, eagle(t, 0.4, "static")), accepts="some", longest_draft=5, families=("llama", "qwen3")
 )
-TestOneTree = conformance.suite(
+TestOneTree = conformance.brief(
     lambda t: by_match(t, eagle(t, 0.4, "static"), match=1, one_tree=True), accepts="some", longest_draft=5,
     families=("mistral-sliding",),
 )  # fmt: skip

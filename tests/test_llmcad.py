@@ -14,7 +14,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.papers.llmcad import LLMCadDrafter, TokenTree, next_alpha
 
-TestChain = conformance.suite(
+TestChain = conformance.brief(
     lambda target: LLMCadDrafter.from_options(target, draft_model=target, nodes=4, branches=1, alpha=1e-9),
     accepts="all",
     families=("llama", "mistral-sliding"),

@@ -13,7 +13,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.papers.mjsd import JointLikelihood, MJSDDrafter
 
-TestItself = conformance.suite(
+TestItself = conformance.brief(
     lambda target: MJSDDrafter.from_options(target, draft_model=target, gamma=4, beams=3),
     families=("llama", "mistral-sliding"),
     longest_draft=4,

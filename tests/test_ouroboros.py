@@ -55,8 +55,8 @@ def poisoned(target: TargetModel) -> OuroborosDrafter:
     return Poisoned.from_options(target, draft_model=perturbed(target, 0.05), gamma=3, window=2, beta=4, k=2, guesses=2)
 
 
-TestItself = conformance.suite(itself, families=("llama", "qwen3"), longest_draft=7, remembers=True)
-TestItselfChain = conformance.suite(
+TestItself = conformance.brief(itself, families=("llama", "qwen3"), longest_draft=7, remembers=True)
+TestItselfChain = conformance.brief(
     lambda target: itself(target, lengthen=False, from_history=False),
     accepts="all",
     families=("llama",),
@@ -80,8 +80,7 @@ def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_accelerated_drafts_are_the_draft_models_own(family: str) -> None:
-    """Catches scratch rows seen by committed ones, or accepted phrase rows kept at the wrong slot, in the draft model.
-    """
+    """Catches scratch rows seen by committed ones, or accepted phrase rows at the wrong slot, in the draft model."""
     target = conformance.target_of(family)
     draft_model = perturbed(target, 0.05)
     drafter = Poisoned.from_options(target, draft_model=draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)

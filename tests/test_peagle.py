@@ -86,11 +86,11 @@ def test_drafts_equal_the_head_from_scratch(variant: str, temperature: float) ->
     assert compared.count(0) > 5 and compared.count(1) > 5
 
 
-TestChainAll = conformance.suite(lambda t: peagle(t, "chain", 0.0), accepts="all", families=("llama",))
+TestChainAll = conformance.brief(lambda t: peagle(t, "chain", 0.0), accepts="all", families=("llama",))
 TestTreeSome = conformance.suite(lambda t: peagle(t, "tree", 0.4, nodes=12), accepts="some", families=("llama",))
-TestChain = conformance.suite(lambda t: peagle(t, "chain", draft_vocab_size=60), families=("llama", "qwen3"))
-TestTree = conformance.suite(lambda t: peagle(t, "tree", nodes=12, top_k=4), families=("llama",))
-TestAuto = conformance.suite(lambda t: goes_by(peagle(t, "auto")), families=("llama",))
+TestChain = conformance.brief(lambda t: peagle(t, "chain", draft_vocab_size=60), families=("llama", "qwen3"))
+TestTree = conformance.brief(lambda t: peagle(t, "tree", nodes=12, top_k=4), families=("llama",))
+TestAuto = conformance.brief(lambda t: goes_by(peagle(t, "auto")), families=("llama",))
 
 
 @pytest.mark.parametrize("name", ["layer ids one too high", "wrong mask token", "residual on the wrong side"])

@@ -51,15 +51,15 @@ MAKERS: dict[str, Any] = {
 }
 LLAMA: Any = {"families": ("llama",)}
 TestEagleAuto = conformance.suite(MAKERS["eagle"], accepts="some", longest_draft=8)
-TestEagleCycling = conformance.suite(lambda t: auto_eagle(t, 0.4, Cycling()), **LLAMA)
-TestSpeculativeAuto = conformance.suite(MAKERS["speculative"], accepts="some", longest_draft=12, **LLAMA)
-TestPromptLookupAuto = conformance.suite(
+TestEagleCycling = conformance.brief(lambda t: auto_eagle(t, 0.4, Cycling()), **LLAMA)
+TestSpeculativeAuto = conformance.brief(MAKERS["speculative"], accepts="some", longest_draft=12, **LLAMA)
+TestPromptLookupAuto = conformance.brief(
     lambda t: goes_by(PrimedLookup.from_options(t, gamma="auto")), accepts="some", longest_draft=16, **LLAMA
 )
-TestSuffixAuto = conformance.suite(
+TestSuffixAuto = conformance.brief(
     lambda t: goes_by(PrimedSuffix.from_options(t, nodes="auto", memory=0)), accepts="some", longest_draft=24, **LLAMA
 )
-TestMeasuredInCascade = conformance.suite(measured_cascade, longest_draft=16, **LLAMA)
+TestMeasuredInCascade = conformance.brief(measured_cascade, longest_draft=16, **LLAMA)
 
 
 def trees(nodes: int, depth: int, ranks: int, root: Node = ()) -> Iterator[frozenset[Node]]:

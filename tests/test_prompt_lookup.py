@@ -49,9 +49,9 @@ def in_cascade(target: TargetModel, kind: type[PromptLookupDrafter] = Primed) ->
     )
 
 
-TestPromptLookup = conformance.suite(lambda t: make_drafter("prompt_lookup", t, gamma=3), longest_draft=3)
+TestPromptLookup = conformance.brief(lambda t: make_drafter("prompt_lookup", t, gamma=3), longest_draft=3)
 TestPrimed = conformance.suite(lambda t: Primed.from_options(t, gamma=5), accepts="some", longest_draft=5)
-TestInCascade = conformance.suite(in_cascade, accepts="some", families=("llama",), longest_draft=7)
+TestInCascade = conformance.brief(in_cascade, accepts="some", families=("llama",), longest_draft=7)
 
 
 def continuation(tokens: list[int], longest: int, sizes: tuple[int, int] = (1, 3), eos: int = -1) -> list[int]:

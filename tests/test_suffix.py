@@ -31,11 +31,11 @@ class Primed(SuffixDrafter):
                 self._past.read(token)
 
 
-TestSuffix = conformance.suite(lambda t: make_drafter("suffix", t, nodes=6), remembers=True, families=("llama",))
+TestSuffix = conformance.brief(lambda t: make_drafter("suffix", t, nodes=6), remembers=True, families=("llama",))
 TestPrimed = conformance.suite(
     lambda t: Primed.from_options(t, alpha=4.0, nodes=5), accepts="some", longest_draft=5, remembers=True
 )
-TestWithoutMemory = conformance.suite(lambda t: make_drafter("suffix", t, memory=0, nodes=6), families=("llama",))
+TestWithoutMemory = conformance.brief(lambda t: make_drafter("suffix", t, memory=0, nodes=6), families=("llama",))
 
 
 def read(tokens: list[int]) -> SuffixAutomaton:

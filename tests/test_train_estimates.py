@@ -68,8 +68,7 @@ def test_the_flops_of_losses(settings: dict[str, Any], kind: str, more: dict[str
 
 
 def test_memory_by_hand(settings: dict[str, Any]) -> None:
-    """Catches an average of the weights in bf16, frozen ends that count twice or in float32, and states of fewer taps.
-    """
+    """Catches an average in bf16, frozen ends that count twice or in float32, and states of fewer taps."""
     given = settings | {"exit_layer": 1, "precision": "bf16"}
     target = LlamaConfig(**memory_run.SHAPE)
     plain, averaged = (tiny_run.read("kangaroo", given | {"weight_average": decay}) for decay in (None, 0.99))
