@@ -202,9 +202,6 @@ HEADS = {
     "eagle": lambda t: eagle(t, None, "chain"),
     "eagle3": lambda t: eagle3(t, None, "chain", kept=KEPT),
     "dspark": lambda t: dspark(t, None, "chain"),
-    "dflash": lambda t: dflash(t, None, "chain"),
-    "dflash2": lambda t: dflash2(t, None, "chain"),
-    "peagle": lambda t: peagle(t, "chain"),
     "medusa": lambda t: medusa(t, None, "chain"),
 }
 

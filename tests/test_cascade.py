@@ -58,7 +58,7 @@ TestTreeInside = conformance.brief(tree_inside, accepts="some", families=("llama
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("make", [single, lambda t: cascade(t, 0.05, 0.05), of_three, tree_inside])
+@pytest.mark.parametrize("make", [single, lambda t: cascade(t, 0.05, 0.05), tree_inside])
 def test_drafts_are_the_draft_models(make, temperature: float) -> None:  # noqa: ANN001
     """Catches rejected tokens left in a draft cache, a token that it lacks, q of another row: only tau would fall."""
     target = target_of("llama")

@@ -114,11 +114,11 @@ def weights(outputs: int, inputs: int) -> dict[int, tuple[cpu_kernels.Tiles, Ten
 
 @needs_tiles
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 96), (32, 32), (1, 64), (96, 576)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 96), (1, 64)])
 def test_products(level: str, bits: int, outputs: int, inputs: int) -> None:
     """Catches tiles in another order, rows of a last tile that is not full, outputs written beyond the last."""
     tiles, weight = weights(outputs, inputs)[bits]
-    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 70):
+    for rows in (1, 2, 16, 17, 32, 33, 70):
         x = torch.randn(rows, inputs).bfloat16()
         wanted = x.double() @ weight.T
         rounding = 2**-7 if bits == 4 else 2**-8  # of the results, and in int4 of the weight

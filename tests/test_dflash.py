@@ -162,8 +162,13 @@ def compare(drafter: Any, draft: DraftTree, state: DecodeState, counts: list[int
         counts.append(len(known))
 
 
-@pytest.mark.parametrize(("tree", "temperature"), [("chain", 0.0), ("chain", 0.9), ("tree", 0.9), ("auto", 0.9)])
-@pytest.mark.parametrize("case", CASES)
+DRAFTED = [
+    *((case, tree, 0.9) for case in CASES for tree in ("chain", "tree")),
+    *((case, *drawn) for case in ("dflash", "dspark", "dflash2") for drawn in (("chain", 0.0), ("auto", 0.9))),
+]
+
+
+@pytest.mark.parametrize(("case", "tree", "temperature"), DRAFTED)
 def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: float) -> None:
     """Catches a feature that stays out of the cache or is read twice, a block one position late, a slot of the other
     layout, a q of another slot, a Markov head that follows another node, draft ids that are not mapped."""

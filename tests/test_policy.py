@@ -19,7 +19,6 @@ from rigged import (
     by_length,
     dflash,
     dspark,
-    eagle3,
     goes_by,
     medusa,
     perturbed,
@@ -184,10 +183,7 @@ def test_equal_seeds_and_costs_give_equal_output(tmp_path: Path, monkeypatch: py
 DEAR = Costs(Curve((1, 2), (1.0, 1.1)), first=0.1, level=0.1, row=0.001)  # few copies are profitable
 AUTO: dict[str, Any] = {
     **MAKERS,
-    "eagle3": lambda t: goes_by(eagle3(t, 0.4, "auto")),
     "medusa": lambda t: goes_by(medusa(t, 0.3, "auto")),
-    "dflash": lambda t: goes_by(dflash(t, 0.3, "auto")),
-    "dspark": lambda t: goes_by(dspark(t, 0.3, "auto")),
     "truncated by confidence": lambda t: block_costs(dspark(t, 0.3, "chain", truncate=True)),
     "truncated by q": lambda t: block_costs(dflash(t, 0.3, "chain", truncate=True)),
     "prompt_lookup": lambda t: goes_by(make_drafter("prompt_lookup", t, gamma="auto"), DEAR),
