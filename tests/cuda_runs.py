@@ -131,13 +131,7 @@ def decode(
     with _counted_steps(found):
         for batch in prompts:
             result = generate(
-                target,
-                drafter,
-                batch,
-                max_new_tokens=new_tokens,
-                temperature=temperature,
-                seed=3,
-                eos_token_id=NO_EOS,
+                target, drafter, batch, max_new_tokens=new_tokens, temperature=temperature, seed=3, eos_token_id=NO_EOS
             )
             found.tokens += rows_of(result)
             found.accepted += [step.accepted for step in result.trace.steps]

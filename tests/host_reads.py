@@ -30,8 +30,7 @@ ALLOWED = {
     ),
     "bild": Allowed(6, "after each draft token, the confidence decides whether the target takes over"),
     "llmcad": Allowed(
-        13,
-        "the host gives tokens to branches by confidence, level by level, also while the target verifies",
+        13, "the host gives tokens to branches by confidence, level by level, also while the target verifies"
     ),
     "ouroboros": Allowed(
         8,

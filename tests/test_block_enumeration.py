@@ -220,8 +220,7 @@ def bias(found: Tensor, sampling: Sampling) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tree", "warp"),
-    [*itertools.product(["chain", "auto", "tree"], range(len(WARPS))), ("wide", 2), ("wide", 3)],
+    ("tree", "warp"), [*itertools.product(["chain", "auto", "tree"], range(len(WARPS))), ("wide", 2), ("wide", 3)]
 )
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn", "selector"])
 def test_the_output_is_the_targets(kind: str, tree: str, warp: int) -> None:

@@ -18,12 +18,9 @@ TestTreeSome = conformance.brief(
     families=("llama", "mistral-sliding"),
 )
 TestAuto = conformance.brief(
-    lambda t: goes_by(dspark(t, 0.2, "auto", markov_head="gated")),
-    accepts="some",
-    families=("llama",),
+    lambda t: goes_by(dspark(t, 0.2, "auto", markov_head="gated")), accepts="some", families=("llama",)
 )
 TestTruncated = conformance.brief(lambda t: block_costs(dspark(t, 0.1, "chain", truncate=True)), families=("llama",))
 TestTruncatedByMaxQ = conformance.brief(
-    lambda t: block_costs(dspark(t, 0.1, "chain", truncate=True, confidence_head=False)),
-    families=("llama",),
+    lambda t: block_costs(dspark(t, 0.1, "chain", truncate=True, confidence_head=False)), families=("llama",)
 )

@@ -157,17 +157,6 @@ def test_a_window(form: str, layer: str, target: TargetModel, tmp_path: Path) ->
     assert load_checkpoint(tmp_path / "back")[0]["drafter"]["sliding_window"] == 512
 
 
-def test_the_readme_says_how_it_is_served(target: TargetModel, tmp_path: Path) -> None:
-    """Catches a command for another program, and a folder that hides what it reads."""
-    commands = {"official": "use_eagle3=True", "vllm": '"method": "eagle3"', "sglang": "--speculative-algorithm EAGLE3",
-                "speculators": "vllm serve", "llama.cpp": "--target-model-dir"}  # fmt: skip
-    for form, command in commands.items():
-        notes = export(save_head(tmp_path / f"{form}-head", target, **FORMS[form]), form, tmp_path / form)
-        text = (tmp_path / form / "README.md").read_text()
-        assert command in text and "hidden_states[3]" in text
-        assert any("pull request 25794" in note for note in notes) == (form == "llama.cpp")
-
-
 UNSERVED = [
     ("official", {"taps": [1, 3, 6]}, r"reads the hidden states \[2, 3, 4\] of this target, and the head reads"),
     ("official", V31, "does not know fc_norm, norm_output"),

@@ -20,9 +20,7 @@ import eval.tune
 from drafters.base import Expected
 from drafters.loop.generate import Step, Trace
 from eval.measure.run_journal import journal_line, run_from_line
-from eval.measure.runs import Limits, MeasurementError, Method, Outcome, measure
-from eval.prompts.choice import PromptsConfig
-from eval.prompts.prompts import PromptSet, in_whole_batches
+from eval.measure.runs import Outcome
 from eval.report.remarks import _about_row
 
 run = partial(programs.run, eval.speed.main)
@@ -171,36 +169,3 @@ def test_auto_is_compared_with_the_best_fixed_settings_of_its_method() -> None:
     alone = [run for run in runs if run.method in few]
     _, rows = rows_of(alone, {name: described[name] for name in few}, PROMPTS[:2])
     assert not [row for row in rows if "over_best_fixed" in row]
-
-
-def test_batches_go_through_the_same_prompts() -> None:
-    """Catches a warm-up batch that is not full, prompts left out or decoded twice, and a seed that is not the batch's
-    first prompt's."""
-    calls: list[tuple[int, list[int], int]] = []
-
-    def make(temperature: float, batch: int) -> dict[str, Method]:
-        def decode(prompts: list[list[int]], seed: int, most: int) -> Outcome:
-            calls.append((batch, [ids[1] - 6 for ids in prompts], seed))
-            if batch == 1:
-                return Outcome([1, 2], 0.0, 0.1, trace_of(1))
-            return batch_of([[1, 2]] * batch, [Step(row, 0, 0, 0, 1) for row in range(batch)])
-
-        return {"m": decode}
-
-    runs = list(measure(make, PROMPTS[:4], PROMPTS[4:], [0.0], 1, Limits(8, seed=7), batches=[2, 1, 4]))
-    assert calls[:3] == [(2, [4, 5], 6), (2, [0, 1], 7), (2, [2, 3], 9)]
-    assert calls[3:9] == [(1, [4], 6), (1, [5], 5), *((1, [n], 7 + n) for n in range(4))]
-    assert calls[9:] == [(4, [4, 5, 4, 5], 6), (4, [0, 1, 2, 3], 7)]
-    assert [(run.batch, run.prompt) for run in runs] == [(2, 0), (2, 2), (1, 0), (1, 1), (1, 2), (1, 3), (4, 0)]
-    short = {"m": lambda prompts, seed, most: batch_of([[1], []], [])}
-    with pytest.raises(MeasurementError, match="on prompt 'p0' .2 tokens., 'p1' .2 tokens.: .*0 new tokens"):
-        next(measure(lambda *_: short, PROMPTS[:2], [], [0.0], 1, Limits(8), batches=[2]))
-
-
-def test_prompts_that_fill_no_batch_are_counted() -> None:
-    """Catches other prompts at one batch size than at another."""
-    config = PromptsConfig(file=Path("x"))
-    filled = in_whole_batches(PromptSet(config, "f", "0", PROMPTS[:5], []), [1, 2, 4])
-    assert filled.measured == PROMPTS[:4] and filled.skipped == {"fills_no_batch": 1}
-    whole = PromptSet(config, "f", "0", PROMPTS[:4], [])
-    assert in_whole_batches(whole, [2, 4]).measured == PROMPTS[:4] and not in_whole_batches(whole, [1]).skipped

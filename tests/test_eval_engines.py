@@ -20,7 +20,6 @@ from drafters.hub.checkpoint import make_config, save_checkpoint
 from eval.measure.engine_worker import Worker, WorkerError, question, steps_of, worker_method
 from eval.measure.run_journal import run_from_line
 from eval.measure.runs import Limits
-from eval.report.sections import differences
 
 ROOT = Path(__file__).parents[1]
 FAKE = {"python": sys.executable, "module": "tests.fake_engine"}
@@ -85,14 +84,6 @@ def test_an_engine_has_a_row_by_our_counts(finished: tuple[Path, dict[str, Any]]
     page = (folder / "out" / "report.md").read_text()
     assert "| served (Fake 1.0) | 0 |" in page
     assert "served (Fake 1.0): 4 of 4 greedy outputs are plain decoding's" in page
-
-
-def test_differences_are_in_standard_errors() -> None:
-    """Catches counts of the first depth used for the later ones, where far fewer steps come."""
-    one, other = ({"n_alpha": [0.5, rate], "steps": 1000} for rate in (0.5, 0.6))
-    first, second = differences(one, other)
-    assert first == 0
-    assert second == pytest.approx(0.1 / (0.25 / 500 + 0.24 / 500) ** 0.5, rel=0.01)  # 500 steps reach depth 2
 
 
 def test_steps_are_put_together_from_commits_and_verifications() -> None:
@@ -207,19 +198,3 @@ def test_an_engine_that_dies_has_no_figures(gamma: int, survived: tuple[Path, di
     page = (folder / "out" / "report.md").read_text()
     assert re.search(rf"\| dies {gamma} \(Mortal 1, Q4\) \| 0 \| failed \|( - \|)+\n", page)
     assert f"dies {gamma} (Mortal 1, Q4), T = 0: no figures, it failed on prompt" in page
-
-
-def test_the_others_go_on(survived: tuple[Path, dict[str, Any]]) -> None:
-    """Catches a failure that takes the rows of the living with it."""
-    _, report = survived
-    assert [row["drafter"] for row in report["rows"]] == ["autoregressive", "lives", "repacked"]
-    assert [row["new_tokens"] for row in report["rows"][1:]] == [8, 8]
-
-
-def test_llama_cpp_goes_on_without_repacked_weights(survived: tuple[Path, dict[str, Any]]) -> None:
-    """Catches a fall-back that the report keeps quiet about, or that overrules what the entry asks for."""
-    folder, report = survived
-    without = "repacked weights, because with them it crashes here"
-    assert report["environment"]["engines"]["repacked"]["without"] == without
-    assert f"without {without}" in (folder / "out" / "report.md").read_text()
-    assert "without" not in report["environment"]["engines"]["lives"]

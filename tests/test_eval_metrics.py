@@ -12,17 +12,8 @@ from tiny import VOCAB_SIZE, build
 from drafters import TargetModel
 from drafters.base import Expected
 from drafters.loop.generate import Step, Trace
-from eval.entries import STOCK
 from eval.figures.divergence import TOLERANCE, find_divergences
-from eval.figures.metrics import (
-    acceptance,
-    by_context,
-    ends_in_loop,
-    joules_per_token,
-    paired_speedup,
-    times,
-    typical_run,
-)
+from eval.figures.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
 from eval.figures.scores import Scores
 from eval.measure.run_journal import journal_line, run_from_line
 from eval.measure.runs import Limits, MeasurementError, Method, Outcome, Run, measure
@@ -207,27 +198,6 @@ def test_every_figure_of_the_steps_by_hand() -> None:
     }
 
 
-def test_each_row_leaves_its_own_loops_out() -> None:
-    """Catches "tau, no loops" of a lossy or sampled row that still holds its loops, and lacks answers without any."""
-    looped, varied = [9] * 30, list(range(30))
-
-    def rows(method: str, outputs: list[list[int]], commits: list[int]) -> list[Run]:
-        made = []
-        for index, (tokens, commit) in enumerate(zip(outputs, commits, strict=True)):
-            trace = Trace([Step(0, 9, 9, commit - 1, commit)] * 6, [0.1] * 6, [0.1] * 6, [0.1] * 6, [0.1] * 6, 0.1)
-            made.append(placed(Outcome(tokens, 0.1, 1.0 + index, trace), index, 2.0 + index, method, 1.0))
-        return made
-
-    runs = rows("plain", [looped, varied], [1, 1]) + rows("lossy", [varied, looped], [2, 5])
-    runs += [replace(run, method=STOCK, trace=None) for run in runs[:2]]
-    described: dict[str, Any] = {name: {"lossless": False} for name in ("plain", "lossy")}
-    baseline, (plain, lossy) = rows_of(runs, described, PROMPTS[:2])
-    assert (baseline["loop_share"], plain["loop_share"], lossy["loop_share"]) == (0.5, 0.5, 0.5)
-    assert lossy["tau"] == pytest.approx(3.5)
-    assert lossy["tau_without_loops"] == pytest.approx(2.0)
-    assert lossy["speedup_without_loops"] == pytest.approx(1.0)
-
-
 def test_energy_is_of_all_tokens_of_all_calls() -> None:
     """Catches a mean of the calls' own figures, the first token left out, and a missing reading taken for zero."""
     runs = [replace(make_run(0, 4, 1.0), energy_joules=10.0), replace(make_run(1, 9, 1.0), energy_joules=5.0)]
@@ -317,17 +287,3 @@ def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
         log_p += [logits[len(ids[run.prompt]) - 1 + i, token].item() for i, token in enumerate(run.tokens)]
     expected = torch.tensor(log_p).mean().neg().exp().item()
     assert Scores(target, ids).perplexity(runs) == {"perplexity": pytest.approx(expected, rel=1e-4)}
-
-
-def test_tau_by_context_worked_by_hand() -> None:
-    """Catches the prefill's token, or the step's own, counted wrongly, bins off by one, and tau of a handful of steps.
-
-    Prompts of 10 tokens, and one from the prefill: 11 precede the first step, 16 before the first of two tokens,
-    56 before the first of three. Of three such runs the bins from 8 and from 64 on have fewer than 20 steps.
-    """
-    run = make_run(0, 60, 1.0, (1,) * 5 + (2,) * 20 + (3,) * 5)
-    assert by_context([run, replace(run, prompt=1), replace(run, prompt=2)], [10, 10, 10]) == [
-        {"from": 16, "to": 31, "steps": 24, "tau": 2.0},
-        {"from": 32, "to": 63, "steps": 45, "tau": pytest.approx((12 * 2 + 3 * 3) / 15)},
-    ]
-    assert by_context([run, replace(run, trace=None)], [10]) == []

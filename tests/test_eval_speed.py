@@ -185,28 +185,6 @@ def test_an_answer_ends_where_the_template_says(files: dict[str, Path], tmp_path
     assert ends == [own, own | {tokenizer.pad_token_id}] and tokenizer.pad_token_id not in own
 
 
-def test_where_eos_is_ignored_all_answers_are_of_one_length(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches batches of sampled rows compared by where draws happen to end, and a stock generate that ends."""
-    target = tmp_path / "target"
-    shutil.copytree(files["target"], target)
-    ends = json.loads((target / "config.json").read_text())["vocab_size"] // 2
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(ends))}))
-    config = config_for(files, tmp_path / "out", rounds=1, stock=[{"label": "lookup", "prompt_lookup_num_tokens": 3}])
-    config["target"]["path"] = str(target)
-
-    def made(*overrides: str) -> tuple[set[int], str]:
-        assert run(config, *overrides) == 0
-        out = tmp_path / "out" if len(overrides) == 0 else tmp_path / "all"
-        rows = strict((out / "report.json").read_text())["rows"]
-        assert {row["temperature"] for row in rows} == {0.0, 1.0} and len(rows) == 6
-        return {row["new_tokens"] for row in rows}, (out / "report.md").read_text()
-
-    ended, told = made()
-    assert max(ended) < 4 * 12 and "at most 12 new tokens" in told
-    every, told = made("ignore_eos=true", f"out={tmp_path / 'all'}")
-    assert every == {4 * 12} and "exactly 12 new tokens, EOS ignored" in told
-
-
 def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from drafters.config import load_config
 from eval import compare
-from eval.configs import SpeedConfig
 
-LEARNED = Path("configs/learned")
 FACTS = {
     "target": {"name": "t", "fingerprint": "f", "parameters": 1}, "dtype": "float32", "date": "2026-02-01", "cpu": "C",
     "gpu": None, "threads": 1, "commit": "abc", "dirty": False, "argv": [], "config": {"drafters": []},
@@ -73,17 +70,6 @@ def test_over_what_has_no_seeds(tmp_path: Path) -> None:
         rows_of(tmp_path, report({"many": [2.0] * 11}))
 
 
-def test_settings_are_not_seeds(tmp_path: Path) -> None:
-    """Catches an interval over batch sizes, temperatures or another option of the grid."""
-    content = report({"ours": [2.0]}, gamma=3)
-    other = report({"ours": [3.0]}, gamma=4)["rows"][1]
-    content["rows"] += [other, other | {"batch": 2, "tau": 4.0}, other | {"temperature": 1.0, "tau": 5.0}]
-    rows = rows_of(tmp_path, content)
-    assert [row["training"] for row in rows] == ["ours, gamma=3", *["ours, gamma=4"] * 3]
-    assert [row["tau_by_seed"] for row in rows] == [[2.0], [3.0], [4.0], [5.0]]
-    assert all(row["tau_ci"] is None for row in rows)
-
-
 def test_a_report_without_trainings_is_refused(tmp_path: Path) -> None:
     """Catches an empty table."""
     with pytest.raises(ValueError, match="no row of the report names a training"):
@@ -96,16 +82,3 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, part in inner:
         yield (*path, key)
         yield from places(part, (*path, key))
-
-
-def test_the_makefile_trains_what_is_measured() -> None:
-    """Catches a row whose checkpoint no training of the Makefile writes, and a table that no command makes."""
-    text = (LEARNED / "Makefile").read_text()
-    for file in ("speed.yaml", "seeds.yaml"):
-        for entry in load_config(SpeedConfig, LEARNED / file).drafters:
-            options = entry.model_extra or {}
-            folders = (entry.grid or {}).get("checkpoint", [options.get("checkpoint", options.get("draft_model"))])
-            for name in [Path(folder).name for folder in folders if folder]:
-                name = name.rsplit("-", 1)[0] if file == "seeds.yaml" else name
-                assert f"\nTRAIN_{name} := " in text, f"{file} measures {name}"
-    assert text.count("python -m eval.compare $(L)/") == 2

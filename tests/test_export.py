@@ -284,8 +284,7 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
         export(head, "vllm", tmp_path / "out", str(tmp_path / "other"))
     adapter = save_head(tmp_path / "kangaroo", target, exit_layer=EXIT)
     with pytest.raises(
-        ValueError,
-        match="of the method 'kangaroo'; vLLM loads a DFlash head, a DFlash2 head, a DSpark head, an",
+        ValueError, match="of the method 'kangaroo'; vLLM loads a DFlash head, a DFlash2 head, a DSpark head, an"
     ):
         export(adapter, "vllm", tmp_path / "out")
     save_checkpoint(tmp_path / "ffn", {}, make_config("kangaroo", {"exit_layer": EXIT, "ffn": True}, target))

@@ -13,15 +13,11 @@ from rigged import perturbed
 from simulated_cuda import CUDA, SimulatedCuda, simulated_cuda
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
-from transformers.utils import logging as transformers_logging
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model import cache as kv_cache
-from drafters.model import linear
 from drafters.model.cache import KVCache, Storage
-from drafters.model.draft_head import DraftHead
-from drafters.model.fused import attend_by_products
 from drafters.model.graphs import GraphRunner
 from drafters.model.rows import CHAIN, EVERYTHING, Placed
 
@@ -151,30 +147,3 @@ def test_attention_on_cuda(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) 
     placed = Placed(CHAIN, [13], 8, CUDA)
     bias = placed.bias(EVERYTHING, 2, torch.bfloat16)
     assert bias is not None and bias.is_contiguous() and not bias.storage_offset()
-
-
-def test_int8_is_not_drafted_with(gpu: SimulatedCuda, caplog: Any) -> None:
-    """Catches a draft head that is read in int8 by a kernel that is slower than bf16's."""
-    transformers_logging.warning_once.cache_clear()
-    target = on_gpu("fused")
-    with caplog.at_level(logging.WARNING):
-        head = DraftHead(target, torch.arange(40), "int8")
-    assert head._product is not None and head._product.quantized is None
-    assert "draft_dtype: int8 is left out" in caplog.text
-    whole = DraftHead(target, None, "int8")
-    assert whole._product is None
-    assert linear.draft_dtype("int8", torch.device("cpu")) == "int8"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_by_products(gpu: SimulatedCuda, dtype: torch.dtype) -> None:
-    """Catches a forgotten scale or bias, and keys beyond the text that are seen."""
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (torch.randn(2, 3, n, 16, generator=generator).to(dtype) for n in (4, 10, 10))
-    bias = torch.zeros(2, 1, 4, 10, dtype=dtype)
-    bias[..., 7:] = float("-inf")
-    cuda = [x.to("cuda") for x in (queries, keys, values, bias)]
-    for given in (bias, None):
-        found = attend_by_products(*cuda[:3], None if given is None else cuda[3], 0.3).cpu()
-        expected = F.scaled_dot_product_attention(queries, keys, values, attn_mask=given, scale=0.3)
-        torch.testing.assert_close(found, expected, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)

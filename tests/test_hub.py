@@ -19,7 +19,7 @@ from torch import nn
 import drafters.hub.__main__
 from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
-from drafters.hub.model_card import Card, model_card
+from drafters.hub.model_card import Card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import Lora
@@ -203,39 +203,6 @@ def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict
             "rows": rows,
         },
     }
-
-
-def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
-    """Catches a certificate whose verdict is left out, another drafter's figures, a lossy row that goes unmarked, a
-    table broken by a bar, and the author's paths."""
-    found = evidence()
-    (tmp_path / "lossless.json").write_text(json.dumps(found["certificate"]))
-    card = model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path, report=found["report"]))
-    (index,) = yaml.safe_load(card.split("---\n")[1])["model-index"]
-    metrics = {metric["name"]: metric["value"] for result in index["results"] for metric in result["metrics"]}
-    assert metrics["tau, E|1, temperature 0"] == 2.0 and metrics["speedup, E|1, temperature 0"] == 1.5
-    assert index["results"][0]["dataset"]["name"] == "q" and not [name for name in metrics if "other" in name]
-    assert "## Losslessness\n\n**not lossless**, by `eval.lossless` (tree chain)." in card and "- a reason" in card
-    assert "4,096 tokens of 32 texts against transformers' own model; 2 differ, 1 of them by more" in card
-    assert "p = 0.5; a total variation of 0.034 would have been detected with probability 99%" in card
-    assert "| E\\|1 | 0 | 2.00 | 1.50 (1.25 to 1.75) | 5.0 |" in card and "| E, lossy (**lossy**) |" in card
-    assert "| autoregressive |" in card and "| other |" not in card and "/home/me" not in card
-    assert "    python -m x 'a b'" in card
-    for wrong, message in (
-        (evidence(fingerprint="beef"), "is of the target 't' .fingerprint beef., and the drafter was trained for"),
-        (
-            evidence(method="medusa"),
-            "no row of type 'eagle'|of the method 'medusa', and the drafter is of type 'eagle'",
-        ),
-    ):
-        for name, each in wrong.items():
-            with pytest.raises(ValueError, match=message):
-                model_card(CONFIG, "user/d", 128, Card(**{name: each}))
-    with pytest.raises(ValueError, match="report.json; python -m eval.speed writes it"):
-        model_card(CONFIG, "user/d", 128, Card(report=tmp_path / "report.json"))
-    with pytest.raises(ValueError, match="is not what python -m eval.lossless writes: missing key"):
-        (tmp_path / "lossless.json").write_text("{}")
-        model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path))
 
 
 def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from hub_server import HubServer, Repository
 from test_hub import Login, evidence, hub, login  # noqa: F401
 from torch import nn
 
-import drafters.hub.__main__
 from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.extraction.headers import make_headers
@@ -82,23 +81,6 @@ def test_a_record_of_the_hub(elsewhere: Path) -> None:
     assert config["training"]["data"] == "someone/chats:en:train"
     assert config["training"]["config"]["init_from"] == "head"  # not recorded
     assert header["base_model"] == "someone/llama" and header["datasets"] == ["someone/chats"]
-
-
-@pytest.mark.parametrize(("revision", "on_hub"), [(None, False), ("0123abc", True)])
-def test_files_without_a_record(
-    revision: str | None, on_hub: bool, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a guess from a name's form: only a revision shows that a model was loaded from the Hub."""
-    file = elsewhere / "config.json"
-    config = json.loads(file.read_text())
-    del config["training"]["hub_names"]
-    config["target"] |= {"name": "someone/llama", "revision": revision}
-    file.write_text(json.dumps(config))
-    config, header, _ = sent(elsewhere)
-    assert (header.get("base_model") == "someone/llama") == on_hub and "datasets" not in header
-    assert config["target"]["name"] == ("someone/llama" if on_hub else "llama")
-    drafters.hub.__main__.main(["push", str(elsewhere), "user/d", "--dry-run"])
-    assert ("if it is, add --base-model someone/llama" in capsys.readouterr().out) != on_hub
 
 
 def test_an_adapter_of_a_local_drafter(elsewhere: Path) -> None:

@@ -188,26 +188,6 @@ def test_tied_ends_are_one_tensor(read: Callable[[str], object], tmp_path: Path)
     read(str(tmp_path))
 
 
-@reader
-def test_a_folder_that_is_rewritten(read: Callable[[str], object], saved: str) -> None:
-    """Catches the answer about a folder's former files or configuration, in a process that opens it again."""
-    config = (Path(saved) / "config.json").read_text()
-    tensors = load_file(Path(saved) / "model.safetensors")
-    for _ in range(2):
-        read(saved)
-        change(saved, num_hidden_layers=3)  # the same tensors
-        with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\."):
-            read(saved)
-        (Path(saved) / "config.json").write_text(config)
-        change(saved, lambda found: found.pop(OF_A_LAYER))  # the same configuration
-        with pytest.raises(ValueError, match=f"missing: {OF_A_LAYER}"):
-            read(saved)
-        save_file(tensors | {OF_A_LAYER: tensors[OF_A_LAYER][:-1]}, Path(saved) / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=f"of another shape: {OF_A_LAYER}"):
-            read(saved)
-        save_file(tensors, Path(saved) / "model.safetensors", {"format": "pt"})
-
-
 def test_tied_ends_under_the_other_name(tmp_path: Path) -> None:
     """Catches a tied model that decodes, but whose training looks for the name that the file does not use."""
     tiny.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)

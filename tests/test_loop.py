@@ -45,10 +45,7 @@ MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "warp"),
-    [*((name, 1) for name in MAKERS), ("eagle static", 0)],
-)
+@pytest.mark.parametrize(("name", "warp"), [*((name, 1) for name in MAKERS), ("eagle static", 0)])
 def test_output_is_distributed_as_the_targets(name: str, warp: int) -> None:
     """Catches any bias of a method at T > 0: a q of another node or without its warps, a bonus from the wrong row."""
     found = deviation(MAKERS[name](toy()), WARPS[warp])

@@ -326,23 +326,3 @@ def test_shapes_of_each_method(make: Any, trees: list[str]) -> None:
     assert shapes == [*([tree] for tree in trees), None]
     for tree in trees:
         assert drafter.settings.model_validate(drafter.settings.model_dump() | {"tree": tree}).tree == tree
-
-
-def test_autos_part_of_a_verdict() -> None:
-    """Catches an auto that drafts nothing here and so takes a signature away, and one whose fault is passed over."""
-    right = {"greedy": [], "sampled": {"broken_ends": {}, "outside": 0, "outside_allowed": 0, "p_value": 1.0}}
-    right["sampled"] |= {"alpha": 1e-4, "longest_draft": 5, "deepest": 4}
-    nothing = {"greedy": [], "sampled": {**right["sampled"], "longest_draft": 1, "deepest": 0}}
-    wrong = {"greedy": [], "sampled": {**right["sampled"], "p_value": 1e-9}}
-    for parts, verdict, because in (
-        ([right, right, nothing], "lossless", []),
-        ([right, right, wrong], "not lossless", ["c"]),
-        ([right, nothing, wrong], "not lossless", ["c"]),
-        ([right, nothing, right], "not shown", ["b"]),
-        ([nothing], "not shown", ["sampled"]),
-    ):
-        found = made.combined(list("abc"[: len(parts)]), [dict(part) for part in parts])
-        assert found["verdict"] == verdict
-        assert [reason.partition(":")[0] for reason in found["reasons"]] == because
-        kept = [bool(shape["reasons"]) for shape in found["shapes"]]
-        assert kept == [part is not right for part in parts if len(parts) > 1]

@@ -112,28 +112,6 @@ def test_a_planted_fault_is_named(method: str, name: str) -> None:
     assert BY_NAME[name].plant(overfitted_block.drafter("dflash")) is None or name == "wrong mask token"
 
 
-def test_the_late_markov_head_reads_the_token_before() -> None:
-    """Catches a fault planted in another slot: the first two read the anchor, slot k the draft token k - 2."""
-    drafter, made = overfitted_block.drafter("dspark"), []
-    wrong = BY_NAME[LATE].plant(drafter)
-    scored, propose = wrong.head.scored, wrong.propose
-    with mock.patch.object(wrong.head, "scored", lambda *given: made.append(scored(*given)) or made[-1]):
-
-        def compare(state: Any) -> Any:
-            draft = propose(state)
-            if draft.size == overfitted_block.DEPTH:
-                read = [int(tokens) for tokens in made[-1]._previous]
-                root = state.tokens[0][-1]
-                assert read == [root, root, int(draft.tokens[0, 0])]
-                seen.append(draft)
-            return draft
-
-        seen: list[Any] = []
-        with mock.patch.object(wrong, "propose", compare):
-            generate(drafter.target, wrong, [prompts()[0]], max_new_tokens=14, eos_token_id=[])
-    assert len(seen) > 1
-
-
 def saved(folder: Path, head: Any = None, method: str = "dflash", **options: Any) -> list[Any]:
     """Save a head and its target; returns the program's first options."""
     drafter = overfitted_block.drafter(method)

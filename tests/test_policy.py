@@ -12,17 +12,7 @@ from typing import Any
 import conformance
 import pytest
 from conformance import NO_EOS, prompt, rows_of, target_of
-from rigged import (
-    Cycling,
-    auto_eagle,
-    block_costs,
-    by_length,
-    dflash,
-    dspark,
-    goes_by,
-    medusa,
-    perturbed,
-)
+from rigged import Cycling, auto_eagle, block_costs, by_length, dflash, dspark, goes_by, medusa, perturbed
 from test_prompt_lookup import Primed as PrimedLookup
 from test_suffix import Primed as PrimedSuffix
 

@@ -104,10 +104,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["none", "none", "--over", "x"], "--over compares trainings within one report"),
     ],
     "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],
-    "data_prep.features": [
-        (["target=./none"], NO_FOLDER),
-        (["splits.train=none.jsonl"], "no data file at none.jsonl"),
-    ],
+    "data_prep.features": [(["target=./none"], NO_FOLDER), (["splits.train=none.jsonl"], "no data file at none.jsonl")],
     "data_prep.regenerate": [
         (["source=none.jsonl"], "no data file"),
         (["target=./none"], NO_FOLDER),

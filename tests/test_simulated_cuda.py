@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from simulated_cuda import SimulatedCuda, simulated_cuda
-from torch import nn
 
 GPU = torch.device("cuda")
 
@@ -21,33 +20,6 @@ def both_modes(gpu: SimulatedCuda, request: pytest.FixtureRequest) -> Iterator[S
     """In inference mode torch hands over whole operations that it takes apart elsewhere."""
     with torch.inference_mode(request.param):
         yield gpu
-
-
-def test_devices_are_not_mixed(both_modes: SimulatedCuda) -> None:
-    """Catches a simulation that computes what CUDA refuses; a number as a tensor of no dimensions it does take."""
-    there, here = torch.ones(2, 2, device="cuda"), torch.ones(2, 2)
-    for wrong in (
-        lambda: there + here,
-        lambda: there @ here,
-        lambda: there @ torch.tensor(1.0).expand(2, 2),
-        lambda: nn.functional.embedding(torch.tensor([1], device="cuda"), here),
-        lambda: torch.where(there > 0, there, here),
-    ):
-        with pytest.raises(RuntimeError, match="same device"):
-            wrong()
-    with pytest.raises(RuntimeError, match="indices should be"):
-        here[torch.tensor([1], device="cuda")]
-    with pytest.raises(TypeError, match="numpy"):
-        there.numpy()
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.rand(2, device="cuda", generator=torch.Generator())
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.rand(2, generator=torch.Generator("cuda"))
-    with pytest.raises(NotImplementedError, match="mkldnn"):
-        torch.ops.mkldnn._linear_pointwise(there, there, None, "none", [], "")
-    assert (there + torch.tensor(2.0)).tolist() == [[3.0, 3.0]] * 2
-    drawn = torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5))
-    assert drawn.cpu().equal(torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
 def test_reads_and_uploads_are_counted(both_modes: SimulatedCuda) -> None:
@@ -199,18 +171,3 @@ def test_capture_refuses(gpu: SimulatedCuda) -> None:
     pinned.fill_(4.0)
     graph.replay()
     assert x.tolist() == [4.0] * 3
-
-
-def test_a_graph_does_not_keep_memory(gpu: SimulatedCuda) -> None:
-    """Catches buffers that are freed while a graph uses their addresses."""
-    with torch.inference_mode():
-        buffer, weight = torch.ones(3, device="cuda"), torch.ones(3, device="cuda")
-        alias = buffer[:2]
-        kept = {"weight": weight}
-        graph = captured(lambda: buffer.mul_(2).add_(kept["weight"]))
-        graph.replay()
-        assert alias.tolist() == [3.0, 3.0]
-        del weight
-        kept.clear()
-        with pytest.raises(RuntimeError, match="12 bytes .* were freed"):
-            graph.replay()

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -234,16 +233,6 @@ def test_the_seconds_by_hand(facts: Facts, tmp_path: Path) -> None:
     assert few.config("regenerate")["minutes"] == 1.0 and "--heldout 10" in few.script
 
 
-def test_the_target_asks(facts: Facts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches unusable and held-out questions that take no time: of 64 tokens each, every second one is usable."""
-    made = Plan(tmp_path, replace(facts, dialogues=0, length=320.0, answered=256.0), data=None, minutes=100)
-    dialogues = int(0.05 * 6000 / (128 / 800))
-    assert made.config("magpie")["count"] == round(1.1 * dialogues)
-    assert made.seconds["magpie"] == pytest.approx(10 + 1.1 * dialogues * 128 / 800)
-    assert made.config("magpie")["minutes"] == pytest.approx(1.5 * 1.1 * dialogues * 128 / 800 / 60, abs=0.01)
-    assert f"read some of {tmp_path}/mine/asked/questions.jsonl" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("changes", [{}, {"one": 3.0}, {"many": 40.0, "start": 47.0}, {"one": 0.7, "memory": 0}])
 def test_the_minutes_that_are_asked_for_suffice(changes: dict[str, Any], facts: Facts, tmp_path: Path) -> None:
     """Catches a number of minutes that is refused in turn, and a training without time."""
@@ -345,20 +334,6 @@ def test_the_mask_token_is_one_that_texts_lack(facts: Facts) -> None:
     every = np.array(special)
     with pytest.raises(ValueError, match="give --method eagle3"):
         mask_token(replace(full, sample=[MaskedTokens(every, every > 0)]))
-
-
-def test_the_rate_of_forwards_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a rate of one row, and one of the first forward: eight rows of 500 tokens in 4 s, after 10 s."""
-    now, seconds = [0.0], iter([10.0, 4.0])
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-
-    def features(block: torch.Tensor) -> Any:
-        assert block.shape == (measuring.FORWARD // 500, 500)
-        now[0] += next(seconds)
-        return SimpleNamespace(features=torch.zeros(1, 1, 1))
-
-    target: Any = SimpleNamespace(vocab_size=7, device=torch.device("cpu"), features=features)
-    assert measuring.prefilled(target, 500) == 8 * 500 / 4.0
 
 
 def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path, data: Path, tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ import pytest
 import tiny
 import torch
 from conformance import prompt, target_of
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafters import TargetModel, load_frozen_ends
 from drafters.loop.tree import ROOT, DraftTree

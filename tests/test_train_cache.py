@@ -1,7 +1,6 @@
 """The cache of features: online: what fits the budget is computed once, and the figures are those of a store."""
 
 import json
-import re
 import shutil
 from collections import Counter, namedtuple
 from pathlib import Path
@@ -19,12 +18,9 @@ from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import StoreWriter
 from drafters import TargetModel
-from drafters.model.files import load_config_only
 from train.data.cache import SHARD_TOKENS, Cache
 from train.data.online import OnlineFeatures
 from train.data.packing import Batch, collate
-from train.preflight.dry_run import Report, add_features_disk, dry_run
-from train.preflight.workload import Workload
 from train.run.inputs import open_inputs
 
 COUNT = 380  # training dialogues, of about 64 tokens: three shards of the cache
@@ -216,26 +212,6 @@ def test_only_the_same_tokens_are_read(target: Path, data: dict[str, Any], store
     assert not cache.read(-1, tokens, states) and not cache.read(COUNT, tokens, states)
     assert cache.read(7, tokens, states)
     assert torch.equal(states[None], cache.store[7].features)
-
-
-def test_the_dry_run_counts_the_cache(
-    target: Path, data: dict[str, Any], shard_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a cache that the estimates of disk and time leave out, and a disk that it would fill."""
-    values = {**settings(target, tmp_path / "run", steps=8), "data": {**data, "disk_gb": 1.5 * shard_gb}}
-    config = tiny_run.read("kangaroo", values)
-    report = dry_run(config, tiny_run.arguments(tokens=24_441, device="H200"))  # the whole cache: three shards
-    share = re.search(r"disk: features +cache of .* MB, (\d+)% of the dialogues \(data\.disk_gb\)", report.text())
-    count = re.search(r"each of ([\d,]+) tokens", report.text())
-    assert share is not None and 48 <= int(share[1]) <= 58 and count is not None
-    assert "4 an epoch" in report.text()
-    # In the second epoch, the target computes what is not cached.
-    assert int(count[1].replace(",", "")) == pytest.approx(24_441 * (2 - int(share[1]) / 100), rel=0.01)
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**12, 10**12 - 10**6, 10**6))
-    full, workload = Report(), Workload(24_441, 9000, 120, 5, "a guess")
-    add_features_disk(full, config, load_config_only(str(target)), None, workload)
-    assert ["the cache needs" in problem for problem in full.problems] == [True]
 
 
 def test_a_budget_is_checked_before_the_target_is_loaded(

@@ -120,41 +120,6 @@ def test_estimates_against_a_run(tmp_path: Path, method: str, allowed: float) ->
     assert state == pytest.approx(measured["state"], rel=0.05)
 
 
-def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
-    """An estimate that does not know ranks, ZeRO stages, the loss's chunks or activation checkpointing."""
-    target = LlamaConfig(**memory_run.SHAPE)
-
-    def config(**changes: Any) -> EagleConfig:
-        return validate(EagleConfig, {**settings, "precision": "bf16", **changes}, source="test")
-
-    task = meta_task(config(), target)
-    count = parameters(task.module)
-    stages = [memory_parts(config(zero_stage=stage), task, 4) for stage in (0, 1, 2, 3)]
-    assert [parts["moments"] for parts in stages] == [2 * count] * 4  # bf16 runs stage 0 as stage 1
-    assert [parts["float32 masters"] for parts in stages] == [count] * 4
-    assert [parts["weights"] for parts in stages] == [2 * count] * 3 + [count // 2]
-    largest = 2 * target.hidden_size * target.intermediate_size // 2
-    assert [parts["gradients"] for parts in stages] == [
-        6 * count, 6 * count, count + 4 * largest, count + 4 * 50_000_000
-    ]  # fmt: skip
-    single = memory_parts(config(precision="float32"), task, 1)
-    del single["embedding and LM head"]
-    assert sum(single.values()) == 16 * count
-    offloaded = memory_parts(config(zero_stage=3, offload="parameters"), task, 1)
-    assert offloaded["weights"] == offloaded["moments"] == offloaded["float32 masters"] == 0
-    micro = [512] * 4
-    large, small = (pass_memory(config(loss_chunk_rows=rows), task, micro)["loss"] for rows in (1024, 256))
-    assert 2.5 < large / small < 4.5
-    unrolled = config(unroll=3)
-    whole, less = (
-        pass_memory(unrolled, meta_task(unrolled, target), micro, checkpointing=on)["pass"] for on in (False, True)
-    )
-    assert less < 0.7 * whole
-    whole = pass_memory(config(), task, micro)["pass"]
-    half = pass_memory(config(), task, [512] * 2)["pass"]
-    assert half < 0.7 * whole
-
-
 BLOCKS = {"tap_layers": [2], "block_size": 5, "mask_token_id": 2}
 
 
@@ -200,26 +165,6 @@ def test_a_head_too_large_for_this_machine(
     dry = validate(schema_of("dspark"), large, "test")
     (problem,) = [one for one in dry_run(dry, tiny_run.arguments(measure=True)).problems if "memory" in one]
     assert re.match(f"memory of a rank: training {told}", problem)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("eagle3", {"layers": 4096}),
-        ("dflash", {"layers": 4096}),
-        ("dspark", {"markov_rank": 1_048_576}),
-        ("medusa", {"heads": 10**6}),
-        ("medusa", {"layers": 64}),
-        ("eagle", {"gradient_accumulation": 65_536}),
-        ("eagle", {"threads": 65_536}),
-        ("eagle", {"lora": {"r": 1_048_576}, "init_from": "there"}),
-    ],
-)
-def test_sizes_that_no_run_needs(settings: dict[str, Any], kind: str, change: dict[str, Any]) -> None:
-    """Catches a mistyped number that fits into memory, and then takes minutes before the first line."""
-    blocks = BLOCKS if kind in ("dflash", "dspark") else {}
-    with pytest.raises(ValueError, match=r"Input should be less than or equal to [\d]+ .found"):
-        tiny_run.read(kind, settings | blocks | change)
 
 
 def test_weights_are_compared_with_free_memory(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

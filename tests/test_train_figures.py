@@ -131,16 +131,6 @@ def test_figures_of_slots(settings: dict[str, Any], layout: str) -> None:
     assert int(found["top1_agreement"].count) == int(totals[:, 2].sum()) == len(batch.rows)
 
 
-def test_confidence_by_hand(settings: dict[str, Any]) -> None:
-    """Catches an error of logits instead of probabilities, and one that the slots' weights scale."""
-    task, batch = task_of("dflash", settings, 1)
-    dspark: Any = make_task(tiny_run.read("dspark", settings | BLOCK | {"markov_rank": 8}), task.ends)
-    pairs = Pairs(torch.zeros(1, 2, 1), torch.zeros(2, 1), confidence=torch.tensor([1.0, 4.0]).log())
-    overlap, chosen = torch.tensor([0.25, 1.0]), replace(batch, places=torch.tensor([0, 1]))
-    error = dspark.figures(chosen, pairs, overlap, overlap > 0.5)["confidence_error"]
-    assert float(error.total) == pytest.approx((0.5 - 0.25) + (1.0 - 0.8)) and int(error.count) == 2
-
-
 def test_own_answers_by_hand(settings: dict[str, Any], store: FeatureStore, ends: FrozenEnds) -> None:
     """Catches a share of the prompts' tokens, or of another token's choice."""
     task, batch = task_of("kangaroo", settings, 1, 3)

@@ -203,12 +203,7 @@ def test_what_does_not_go_with_it(settings: dict[str, Any], changes: dict[str, A
         tiny_run.read("medusa", settings | changes)
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["o_proj", "lm_head"], "LM head stay"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "message"), [(["o_proj", "lm_head"], "LM head stay")])
 def test_lora_where_it_may_not_be(settings: dict[str, Any], ends: FrozenEnds, targets: list[str], message: str) -> None:
     """A tuned target that passes for the one it was; heads trained through another LM head than they draft through."""
     config = tiny_run.read("medusa", fields(settings, lora=LORA | {"targets": targets}))

@@ -311,23 +311,3 @@ def test_resume_takes_a_run_that_knew_fewer_keys(settings: dict[str, Any], tmp_p
     check_run_folder(validate(EagleConfig, values, source="test"), resume=True)
     with pytest.raises(ValueError, match="classification_loss was 'cross_entropy', is 'lk_alpha'"):
         check_run_folder(validate(EagleConfig, {**values, "classification_loss": "lk_alpha"}, source="test"), True)
-
-
-@pytest.mark.parametrize(
-    ("recorded", "given"),
-    [({}, {}), ({"layer": "target"}, {}), ({}, {"layer": "target"}), ({"layer": "auto"}, {"layer": "target"})],
-)
-def test_resume_keeps_the_layer(recorded: dict[str, str], given: dict[str, str], tmp_path: Path) -> None:
-    """A run for Qwen3 of before ``layer`` existed, which trained the target's, refused or gone on with a Llama's."""
-    own = tiny_run.save_target(tmp_path / "qwen3", "qwen3")
-    stores = tiny_run.write_stores(tmp_path / "features", own)
-    values = tiny_run.settings(own.name, stores, tmp_path / "run", steps=2)
-    tiny_run.train_here("eagle", {**values, "layer": "target"})
-    run_json = tmp_path / "run" / "run.json"
-    info = json.loads(run_json.read_text())
-    assert info["config"].pop("head")["layer"] == "target"  # the run's keys were no group
-    run_json.write_text(json.dumps({**info, "config": info["config"] | recorded}))
-    with pytest.raises(ValueError, match="head.layer was 'target', is 'llama'|of another drafter"):
-        tiny_run.train_here("eagle", {**values, "steps": 3, "layer": "llama"}, resume=True)
-    run = tiny_run.train_here("eagle", {**values, **given, "steps": 3}, resume=True)
-    assert run.progress.step == 3 and run.task.head.layer == "target"

@@ -21,7 +21,7 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.generate import Trace
 from train.core.task import Task, make_task
-from train.data.packing import Position, collate
+from train.data.packing import collate
 from train.preflight.estimate import meta_ends
 from train.run import loop
 from train.run.files import read_metrics
@@ -211,25 +211,6 @@ def test_flops_equal_those_counted(kind: str, tiny_model: Any) -> None:
     every_pair = cost.token * length + cost.pair * length**2  # the counter knows no causal mask
     assert counter.get_total_flops() - angles.get_total_flops() == every_pair
     assert cost.of([length], 0) == cost.token * length + cost.pair * length * (length + 1) // 2
-
-
-def test_mfu_and_memory_are_logged(settings: dict[str, Any]) -> None:
-    """MFU of a guessed peak on a CPU; FLOPs of the padding; a rate that has evaluations in it."""
-    out = Path(settings["out"])
-    run = tiny_run.train_here("eagle", {**settings, "log_every": 2})
-    rows = [row for row in read_metrics(out) if "loss" in row]
-    assert not any("mfu" in row for row in rows)
-    assert all(row["peak_memory_gb"] > 0.05 and 0 <= row["data_wait"] <= 1 for row in rows)
-    seconds = [(b["tokens"] - a["tokens"]) / b["tokens_per_second"] for a, b in zip(rows, rows[1:], strict=False)]
-    assert all(0 < each < 5 for each in seconds)
-    other = out.with_name("peak")
-    run = tiny_run.train_here("eagle", {**settings, "peak_tflops": 1e-6, "out": str(other)})
-    row = next(row for row in read_metrics(other) if "loss" in row)
-    data = next(run.data.steps(Position()))
-    trained = sum(len(run.task.rows(batch)) for batch in data.batches)
-    flops = run.meter.cost.of([span.length for batch in data.batches for span in batch.spans], trained)
-    tokens = sum(batch.tokens for batch in data.batches)
-    assert row["mfu"] == pytest.approx(flops / tokens * row["tokens_per_second"] / 1e6, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------- the summary

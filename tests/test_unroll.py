@@ -8,7 +8,6 @@ import tiny_run
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
@@ -19,10 +18,7 @@ from train.core.engine import checkpoint_activations
 from train.core.unroll import unrolled
 from train.data.packing import Batch, collate
 from train.eagle import EagleConfig, EagleTask
-from train.preflight.estimate import meta_task
-from train.preflight.memory import pass_memory
 from train.run.files import read_metrics
-from train.watch.flops import training_cost
 
 OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")
 DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7
@@ -133,26 +129,6 @@ def test_the_first_step_is_the_training_without_any(folder: Path, store: Feature
     empty = Batch(**{**vars(empty), "loss_mask": torch.zeros_like(empty.loss_mask), "spans": []})
     tiny_run.losses_of(task, empty, 1, counted)["loss"].backward()
     assert calls == 2
-
-
-def test_flops_and_memory(folder: Path, store: FeatureStore, ends: FrozenEnds) -> None:
-    """An MFU that leaves the further steps out, or counts the target's logits again; a dry run that does not see what
-    their activations take."""
-    task = task_of(folder, ends, unroll=3)
-    batch = collate(store, [3])
-    rows, length = task.rows(batch), batch.tokens
-    with FlopCounterMode(display=False) as counter:
-        tiny_run.losses_of(task, batch, 1)["loss"].backward()
-    with FlopCounterMode(display=False) as angles:  # a product in some releases of transformers
-        for _ in range(3):
-            task.module.rotary_emb(batch.features, batch.position_ids)
-    cost = training_cost(task)
-    every_pair = cost.token * length + cost.pair * length**2 + cost.row * len(rows)  # the counter knows no causal mask
-    assert counter.get_total_flops() - angles.get_total_flops() == every_pair
-    size = [16] * 2
-    configs = [EagleConfig(**{**task.config.model_dump(), "unroll": steps}) for steps in (1, 3)]
-    one, three = (pass_memory(config, meta_task(config, ends.config), size) for config in configs)
-    assert 2 * one["pass"] < three["pass"] < 4 * one["pass"]
 
 
 @pytest.mark.parametrize(
