@@ -85,17 +85,12 @@ def test_every_method_is_here() -> None:
 
 @pytest.mark.parametrize("run", [in_time(run) for run in RUNS], ids=lambda run: f"{run[0]} {run[1]:g}")
 def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]) -> None:
-    """Catches a tensor made on the wrong device, a read in a capture, a value that Python puts in at capture only."""
+    """Catches a tensor made on the wrong device, a read in a capture, a value that Python puts in at capture only, and
+    a second copy to the host in a step of the loop: each waits for all work that was queued before it."""
     there = same(on_graphs, run)
     assert there.replays > 0
     hardly = ("autoregressive", "prompt_lookup", "suffix", "rest", "lookahead", "bild")
     assert sum(there.accepted) > 0 or run[0] in hardly
-
-
-@pytest.mark.parametrize("run", [in_time(run) for run in RUNS], ids=lambda run: f"{run[0]} {run[1]:g}")
-def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
-    """Catches a second copy to the host in a step of the loop: each waits for all work that was queued before it."""
-    there = same(on_graphs, run)
     most = ALLOWED[run[0].split()[0]].reads if run[0].split()[0] in ALLOWED else 1
     assert max(there.reads) <= most, there.where
     assert min(there.reads) >= 1
@@ -112,7 +107,7 @@ def test_without_graphs(engine: str) -> None:
 
 def test_batches() -> None:
     """Catches lengths that differ by row and are put into a captured graph, or copied where they must not be."""
-    found = outcomes("graphs", BATCHED[::3], [PROMPTS], 6)
+    found = outcomes("graphs", BATCHED[::5], [PROMPTS], 6)
     for run in found.there:
         there = same(found, run)
         assert max(there.reads) == 1

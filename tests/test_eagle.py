@@ -72,11 +72,11 @@ def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree, row
                 torch.testing.assert_close(draft.q[row, draft.q_row[row, node]], expected, atol=5e-3, rtol=2e-2)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+HEADS = [("llama", SHIFTED, 0.0), ("llama", SHIFTED, 0.9), ("qwen3", SHIFTED, 0.9)]
+
+
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize(
-    ("family", "inputs"), [("llama", SHIFTED), ("qwen3", SHIFTED), *(("llama", other) for other in OTHERS)]
-)
+@pytest.mark.parametrize(("family", "inputs", "temperature"), [*HEADS, *(("llama", other, 0.9) for other in OTHERS)])
 def test_drafts_equal_the_head_from_scratch(family: str, inputs: HeadInputs, tree: str, temperature: float) -> None:
     """Catches a head fed feature_i with token_i, stale rows in its cache, siblings that see each other, positions."""
     target = target_of(family)
