@@ -23,7 +23,7 @@ from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
 from drafters.methods.block import DFlashDrafter, DSparkDrafter
 from drafters.methods.dflash2 import DFlash2Drafter
-from drafters.methods.eagle import Eagle3Drafter, EagleDrafter
+from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
 from eval.configs import ParityConfig
 from eval.entries import EngineEntry
 from eval.figures.certificate import begun
@@ -177,7 +177,7 @@ def known(drafter: Head) -> tuple[Mistake, ...]:
     """Return the mistakes that heads of this kind have."""
     if isinstance(drafter, BLOCKS):
         return BLOCK_MISTAKES
-    return MISTAKES if isinstance(drafter, FEATURES) else declared(type(drafter).shape)
+    return MISTAKES if isinstance(drafter.head, FeatureHead) else declared(type(drafter).shape)
 
 
 def mistaken(drafter: Head, prompts: list[list[int]], config: ParityConfig) -> Iterator[tuple[str, str, list[Outcome]]]:

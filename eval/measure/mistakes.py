@@ -18,7 +18,7 @@ from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.shape import HeadShape, split
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState, padded
-from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
+from drafters.methods.eagle import EagleDrafter, FeatureHead
 from drafters.model.draft_head import D2T, DraftHead
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.runner import Rotary
@@ -108,12 +108,10 @@ def flip(drafter: LearnedDrafter, key: str) -> LearnedDrafter | None:
 
 def leave_out_norm(drafter: EagleDrafter, name: str) -> EagleDrafter | None:
     """Leave out a norm of the head, or of its first layer (``layers.0.``)."""
-    if not isinstance(drafter, Eagle3Drafter):
-        return None
     head: Any = copy.deepcopy(drafter.module)
     *_, last = name.split(".")
     owner = head.layers[0] if name.startswith("layers.0.") else head
-    norm = getattr(owner, last)
+    norm = getattr(owner, last, None)
     if norm is None or (isinstance(norm, nn.ModuleList) and not len(norm)):
         return None
     if isinstance(norm, nn.ModuleList):
@@ -126,14 +124,9 @@ def leave_out_norm(drafter: EagleDrafter, name: str) -> EagleDrafter | None:
 def swap_inputs(drafter: EagleDrafter) -> EagleDrafter | None:
     """Concatenate (feature, embedding) instead of (embedding, feature): swap the columns of what reads both."""
     head: Any = copy.deepcopy(drafter.module)
-    if isinstance(drafter, Eagle3Drafter):
-        attention = head.layers[0].self_attn
-        readers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    elif hasattr(head, "fc"):
-        readers = [head.fc]
-    else:
+    if not head.reads_both:
         return None
-    for linear in readers:
+    for linear in head.reads_both:
         embedding, feature = linear.weight.data.chunk(2, dim=1)
         linear.weight.data = torch.cat([feature, embedding], dim=1)
     return remade(drafter, head)
@@ -256,7 +249,7 @@ class _BeforeNorm(_Wrong):
 
 def read_before_norm(drafter: EagleDrafter) -> EagleDrafter | None:
     """Give an EAGLE-1 head the target's last state before the final norm, not after it."""
-    return None if isinstance(drafter, Eagle3Drafter) else remade(drafter, wrong=_BeforeNorm)
+    return None if reads_states(drafter) else remade(drafter, wrong=_BeforeNorm)
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids: EAGLE-3's id i is the input of layer i, hidden_states[i]"

@@ -68,6 +68,11 @@ class EagleHead(nn.Module):
             use_cache=cache is not None,
         )
 
+    @property
+    def reads_both(self) -> list[nn.Linear]:
+        """The linear layers that read an embedding and a feature, side by side."""
+        return [self.fc] if self.shape.has_fc else []
+
     def enter(self, features: Tensor, embeddings: Tensor, fc: Callable[[Tensor], Tensor] | None) -> Tensor:
         """What the layer reads, ``[B, T, H]``."""
         if fc is not None:

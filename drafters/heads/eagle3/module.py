@@ -80,6 +80,12 @@ class Eagle3Head(nn.Module):
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
 
+    @property
+    def reads_both(self) -> list[nn.Linear]:
+        """The linear layers that read an embedding and a feature, side by side."""
+        attention: Any = self.layers[0].self_attn
+        return [attention.q_proj, attention.k_proj, attention.v_proj]
+
     @staticmethod
     def _norm(kind: LayerKind, width: int) -> nn.Module:
         return build_module(kind.config, kind.norm, width, eps=kind.eps)
