@@ -36,7 +36,7 @@ class LearnedDrafter(Drafter):
     A method's constructor calls this one, then ``hold``. config.json stores the head's shape and the drafting options.
 
     Class attributes:
-        shape: schema of the head's shape. module: class of the head's module, which is built from a shape.
+        shape: schema of the head's shape. module_class: class of the head's module, which is built from a shape.
         card_title: the method on the model card, with a link to its paper.
         forms: forms in which its authors' code and engines store such a head; by default only this toolkit loads it.
         unread: options that it does not read, by ``tree``.

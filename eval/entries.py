@@ -23,9 +23,9 @@ PYTHONS = {
     "sglang": Path(".venv-sglang/bin/python"),
     "llama_cpp": Path(".venv-llama/bin/python"),
 }
-# Engine's method -> its required key.
-HEADS = dict.fromkeys(("eagle", "eagle3", "dflash", "dflash2", "dspark"), "checkpoint")
-NEEDS = {"draft_model": "draft_model"} | HEADS
+HEADS = ("eagle", "eagle3", "dflash", "dflash2", "dspark")
+# What another engine drafts with, and the key that it needs.
+NEEDS = {"plain": None, "prompt_lookup": None, "draft_model": "draft_model"} | dict.fromkeys(HEADS, "checkpoint")
 
 
 def _check_odd(count: int) -> int:
@@ -143,7 +143,7 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "sglang", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "eagle3", "dflash", "dflash2", "dspark"] = "plain"
+    method: str = Field("plain", description=f"one of {', '.join(NEEDS)}")
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
@@ -178,7 +178,9 @@ class EngineEntry(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in dict.fromkeys(NEEDS.values()):
+        if self.method not in NEEDS:
+            raise ValueError(f"{self.label}: method is {self.method!r}; give one of {', '.join(NEEDS)}")
+        for key in filter(None, dict.fromkeys(NEEDS.values())):
             if (NEEDS.get(self.method) == key) != (getattr(self, key) is not None):
                 methods = " or ".join(method for method, needed in NEEDS.items() if needed == key)
                 raise ValueError(f"{self.label}: {key} and method {methods} go together; method is {self.method}")

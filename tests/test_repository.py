@@ -1,7 +1,6 @@
 """The house itself: packages, imports, sizes and configs keep to what CONTRIBUTING.md says."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -55,12 +54,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_package_of_the_library_is_installed() -> None:
-    """Catches a new package that works in the clone and is missing from an installed copy."""
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    folders = {path.parent for path in sources(*PACKAGES)}
-    assert all((folder / "__init__.py").is_file() for folder in folders)
-    library = {str(folder.relative_to(ROOT)).replace(os.sep, ".") for folder in folders}
-    assert listed == {name for name in library if name.split(".")[0] == "drafters"}
+    """Catches a new package that works in the clone and is missing from an installed copy, which needs __init__.py."""
+    assert all((path.parent / "__init__.py").is_file() for path in sources(*PACKAGES))
 
 
 def test_a_wheel_holds_the_library_alone(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from data_prep.store.manifest import token_bytes
 from drafters.common.files import replace_json, replace_text
 from drafters.common.wording import size_text
 from drafters.config import validate
+from drafters.methods import drafter_class
 from train.configs import START_FACTS, START_SCRIPT, StartConfig, schema_of, templates
 from train.core.config import TrainConfig
 from train.plan.facts import FORWARD, QUESTION, Facts, mask_token, measure
@@ -83,6 +84,7 @@ def plan(start: StartConfig, facts: Facts, command: list[str]) -> tuple[dict[str
         "layers": int(facts.config.num_hidden_layers), "vocab_size": f"{facts.config.vocab_size:,}",
         "frequent": FREQUENT if large and not schema.sizes_lm_head else None, "mask_token": lambda: mask_token(facts),
         "int8_head": cpu and facts.dtype == "bfloat16",
+        "has_tree": "tree" in drafter_class(start.method).options.model_fields,
     }  # fmt: skip
     config = validate(schema, yaml.safe_load(fill(f"{start.method}.yaml", values)), f"{start.method}.yaml")
     config = config.settled(lambda: values["layers"])
