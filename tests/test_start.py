@@ -122,7 +122,7 @@ def test_from_a_model_and_dialogues_to_a_card(
     assert programs[1:] == ["eval.speed", "eval.lossless", "drafters.hub"]
     assert pythons.asked[before].endswith("--resume")
     report = json.loads((out / "speed/report.json").read_text())
-    assert [row["drafter"] for row in report["rows"]][2:] == ["EAGLE, auto", "EAGLE, chain of 3"]
+    assert [row["drafter"] for row in report["rows"]][2:] == ["eagle, auto", "eagle, chain of 3"]
     card = (out / "card/README.md").read_text()
     assert "Losslessness" in card
     subprocess.run(["bash", str(out / "run.sh")], check=True)  # all is done
