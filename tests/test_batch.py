@@ -63,8 +63,9 @@ def full_steps(result: GenerateResult, row: int, limit: int) -> list[tuple[int, 
     return steps
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "family"), [("autoregressive", "llama"), *((method, "mistral-sliding") for method in METHODS)]
+)
 def test_rows_go_as_alone(method: str, family: str) -> None:
     """Catches a row that sees padding or its neighbour's keys, is accepted by another's choice, or is fed twice after
     a step in which another was cut: tokens and every step's acceptance must be those of the row alone.

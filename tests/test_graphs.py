@@ -38,9 +38,11 @@ def test_graphs_equal_fused(family: str) -> None:
         torch.testing.assert_close(graphs, fused, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+DRAFTERS = ["autoregressive", "prompt_lookup", "lookahead", "speculative", "chain", "static", "dynamic", "kangaroo"]
+
+
 @pytest.mark.parametrize(
-    "method", ["autoregressive", "prompt_lookup", "lookahead", "speculative", "chain", "static", "dynamic", "kangaroo"]
+    ("method", "family"), [("dynamic", "llama"), *((method, "mistral-sliding") for method in DRAFTERS)]
 )
 def test_every_drafter_decodes_the_same(method: str, family: str) -> None:
     """Catches a drafter that keeps what a replay overwrites (hidden states, features), and another graph's cache."""

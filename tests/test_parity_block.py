@@ -58,7 +58,7 @@ def depending(method: str) -> Any:
     return remade(overfitted_block.drafter(method), head)
 
 
-@pytest.mark.parametrize("method", OTHER)
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_the_probe_finds_the_layout(method: str) -> None:
     """Catches a probe that does not try the other layout, tries it wrongly, or prefers it to the right one."""
     found = ranked(overfitted_block.drafter(method), right(method), prompts(), CONFIG)

@@ -43,8 +43,9 @@ def steps_before_the_limit(one: list[Any]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "family"), [("autoregressive", "llama"), *((method, "mistral-sliding") for method in METHODS)]
+)
 def test_prompts_go_as_alone(method: str, family: str) -> None:
     """Catches a joined row that sees what its forerunner left (keys, features, n-grams, a finished flag), one whose
     drafter still has the old row's state (drafts that are not accepted), and neighbours that a join disturbs."""

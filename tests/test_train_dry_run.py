@@ -133,8 +133,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", SHAPES)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("method", "checkpointing"), [*((method, False) for method in SHAPES), ("eagle3", True), ("dspark", True)]
+)
 def test_the_formula_against_a_real_micro_batch(settings: dict[str, Any], method: str, checkpointing: bool) -> None:
     """Catches a part of the memory that the formula leaves out, or counts twice: passes, context of blocks, scores, the
     loss's rows of logits, gradients of the drafter's own LM head."""
