@@ -4,7 +4,6 @@ from collections import Counter
 
 import numpy as np
 from test_regenerate import conversation
-from test_store_ranks import LENGTHS
 
 from data_prep.answers.journal import AnsweredBatch, Turn, replay
 from data_prep.answers.regeneration import describe, summary
@@ -12,13 +11,6 @@ from data_prep.configs import RegenerateConfig
 from data_prep.dialogues.encoding import EncodedSplit, Sample
 from data_prep.dialogues.loss_mask import MaskedTokens
 from data_prep.dialogues.reader import ReadCounts
-
-TOKENS = sum(LENGTHS)  # 58
-
-
-def text(printed: str) -> str:
-    """What was printed, with single spaces."""
-    return " ".join(printed.split())
 
 
 def test_planned_sizes_of_a_file() -> None:

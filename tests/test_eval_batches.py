@@ -9,7 +9,7 @@ from typing import Any
 
 import programs
 import pytest
-from test_eval_metrics import PROMPTS, placed, rows_of, trace_of
+from test_eval_metrics import PROMPTS, placed, rows_of
 from test_eval_prompts import sharegpt
 from test_eval_resume import decoded, journalled, killed_after, report
 
@@ -17,11 +17,9 @@ import eval.engines
 import eval.speed
 import eval.sweep
 import eval.tune
-from drafters.base import Expected
 from drafters.loop.generate import Step, Trace
 from eval.measure.run_journal import journal_line, run_from_line
 from eval.measure.runs import Outcome
-from eval.report.remarks import _about_row
 
 run = partial(programs.run, eval.speed.main)
 
@@ -144,28 +142,3 @@ def test_a_batch_by_hand() -> None:
     _, (_, row) = rows_of([*runs[:3], wrong], described, prompts)
     assert (row["exact_match"], row["divergences"]["count"]) == (0.75, 1)
     assert row["divergences"]["each"][0]["prompt"] == "p3"
-
-
-def test_auto_is_compared_with_the_best_fixed_settings_of_its_method() -> None:
-    """Catches auto compared with another method, with other weights or with a lossy setting, with the slower of two, or
-    by sums of other prompts; and one that says so where there is nothing to compare with."""
-    known = {"lossless": True, "stock": False, "grid": None, "method": "eagle", "trained": {"steps": 1}}
-    seconds = {"plain": 4.0, "auto": 1.0, "slow": 2.0, "best": 1.6, "typical": 0.5, "others": 0.5, "lookup": 0.5}
-    described: dict[str, dict[str, Any]] = {name: {**known, "entry": name} for name in seconds}
-    described["plain"]["method"], described["lookup"]["method"] = "autoregressive", "prompt_lookup"
-    described["typical"]["lossless"], described["others"]["trained"] = False, {"steps": 2}
-    expected = Expected(4, 8.0, 5.0, "a chain")
-    runs = []
-    for place in range(2):
-        for name, each in seconds.items():
-            made = Outcome([3, 4, 5, 6, 7], 0.1, each * (1 + place), trace_of(4))
-            runs.append(placed(replace(made, expected=expected if name == "auto" else None), place, 5.0, name))
-    _, rows = rows_of(runs, described, PROMPTS[:2])
-    over = {row["drafter"]: row["over_best_fixed"] for row in rows if "over_best_fixed" in row}
-    assert over == {"auto": {"drafter": "best", "speedup": pytest.approx(1.6), "speedup_ci": pytest.approx((1.6, 1.6))}}
-    said = [line for line in _about_row(rows[1], "float32") if "auto chose" in line]
-    assert said[0].endswith("4.00x; 1.60 (1.60 to 1.60) times the fastest fixed setting of its method, best")
-    few = ("plain", "auto", "lookup")
-    alone = [run for run in runs if run.method in few]
-    _, rows = rows_of(alone, {name: described[name] for name in few}, PROMPTS[:2])
-    assert not [row for row in rows if "over_best_fixed" in row]

@@ -20,8 +20,6 @@ from eval.report.goals import Ending, Section, judge
 from train.configs import schema_of
 from train.preflight.command import parse_arguments
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "2-core-cpu"
-
 
 def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60) -> Section:
     """A part that runs a line of Python."""

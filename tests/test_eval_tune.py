@@ -9,13 +9,11 @@ from typing import Any
 import programs
 import pytest
 import yaml
-from programs import status
 from test_eval_prompts import questions
 
 import eval.tune
 from drafters.config import validate
 from eval.configs import SpeedConfig, TuneConfig
-from eval.measure.models import load_models
 from eval.report.measured import measure_and_report
 
 run = partial(programs.run, eval.tune.main)
@@ -73,36 +71,6 @@ def test_a_bound_on_perplexity(config: dict[str, Any], tmp_path: Path, monkeypat
     assert page.count("no value keeps this bound") == 1 and "at most 1.06 times the perplexity" in page
     assert run(config | {"start": {"window": 2}}, "max_perplexity=1.06", f"out={tmp_path / 'two'}") == 0
     assert json.loads((tmp_path / "two" / "tune.json").read_text())["best"] == {"gamma": 2, "window": 2}
-
-
-def test_a_folder_of_searches(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a second search that is forgotten, settings noted under the other's name, an override that reaches one of
-    them only, and two searches that overwrite each other."""
-    loads: list[Any] = []
-    loading = lambda chosen: (loads.append(chosen), load_models(chosen))[1]  # noqa: E731
-    monkeypatch.setattr("eval.report.search.load_models", loading)
-    asked = pretend(monkeypatch, lambda o: (o["gamma"] if "k" in o else -o["gamma"], 5.0))
-    folder = tmp_path / "configs"
-    (folder / "sampled").mkdir(parents=True)
-    lookup = config | {"drafters": [{"drafter": "prompt_lookup"}], "temperatures": [1.0], "start": {}}
-    lookup |= {"knobs": {"gamma": [2, 5]}, "out": str(tmp_path / "out" / "lookup"), "seed": 7}
-    (folder / "sampled" / "b.yaml").write_text(yaml.safe_dump(lookup))
-    (folder / "a.yaml").write_text(yaml.safe_dump(config | {"out": str(tmp_path / "out" / "ouroboros"), "seed": 7}))
-    assert status(eval.tune.main, "--config", folder, "prompts.count=1") == 0
-    assert len(asked) == 3 and len(loads) == 1
-    assert yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text()) == [
-        config["drafters"][0] | {"gamma": 3, "window": 2, "temperatures": [0.0]},
-        {"drafter": "prompt_lookup", "gamma": 2, "temperatures": [1.0]},
-    ]
-    found = json.loads((tmp_path / "out" / "lookup" / "tune.json").read_text())
-    assert found["argv"][-2:] == [str(folder / "sampled" / "b.yaml"), "prompts.count=1"]
-    capsys.readouterr()
-    assert status(eval.tune.main, "--config", folder, "out=elsewhere") == 1
-    assert "both write to elsewhere" in capsys.readouterr().err
-    assert status(eval.tune.main, "--config", tmp_path / "out") == 1
-    assert len(asked) == 3
 
 
 def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,9 @@ from rigged import eagle, kangaroo, perturbed
 from test_fused import forwards
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.loop.tree import ROOT
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
 
-PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -15,7 +15,6 @@ import pytest
 import tiny_run
 import torch
 from programs import status
-from rigged import dflash, dflash2, dspark, eagle, medusa
 from torch import Tensor
 
 from drafters import Drafter, TargetModel
@@ -31,7 +30,6 @@ from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.cache import KVCache
 from eval import lossless
 from eval.configs import LosslessConfig
-from eval.entries import DrafterEntry
 from eval.figures import certificate as made
 from eval.figures.goodness_of_fit import count_tail, detectable, uniformity
 
@@ -305,24 +303,3 @@ def test_auto_is_certified_by_fixed_shapes(tmp_path: Path) -> None:
     assert found["greedy"] == found["shapes"][0]["greedy"] and found["sampled"] == found["shapes"][0]["sampled"]
     assert found["reasons"][0].startswith("eagle tree=chain: sampled: too few")
     assert "# Certified: eagle tree=static, not shown" in (tmp_path / "out" / "lossless.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("make", "trees"),
-    [
-        (eagle, ["chain", "static"]),
-        (medusa, ["chain", "static"]),
-        (dflash, ["chain", "tree"]),
-        (dflash2, ["chain", "tree"]),
-        (dspark, ["chain", "tree"]),
-    ],
-)
-def test_shapes_of_each_method(make: Any, trees: list[str]) -> None:
-    """Catches a block drafter that is certified with a tree of EAGLE, which it refuses, or with its chain only."""
-    entry = DrafterEntry(drafter=make.__name__)
-    more = {"taps": [1, 2]} if make in (dflash, dflash2, dspark) else {}
-    drafter = make(toy(), None, "auto", **more | ({"selector_top_k": 3} if make is dflash2 else {}))
-    shapes = [one.grid and one.grid["tree"] for one in made.certified_entries(entry, drafter)]
-    assert shapes == [*([tree] for tree in trees), None]
-    for tree in trees:
-        assert drafter.settings.model_validate(drafter.settings.model_dump() | {"tree": tree}).tree == tree

@@ -6,7 +6,6 @@ import conformance
 import pytest
 import torch
 from rigged import perturbed
-from tiny import build
 
 from drafters import Sampling, TargetModel, generate
 from drafters.loop.state import DecodeState
@@ -26,13 +25,6 @@ TestNear = conformance.suite(
     families=("llama", "mixtral"),
     longest_draft=3,
 )
-
-
-def toy(seed: int = 0) -> TargetModel:
-    """A random model of six tokens."""
-    return TargetModel(
-        build("llama", seed=seed, vocab_size=6, num_hidden_layers=2, initializer_range=0.2, eos_token_id=None)
-    )
 
 
 # The rule.

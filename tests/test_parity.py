@@ -266,13 +266,6 @@ def test_readings_are_told_apart_by_the_differences_of_each_prompt() -> None:
     assert prompts_needed(Rate(0.0, 0.1), 8) is None
 
 
-def described(name: str, tau: float, apart: list[float], tau_apart: float = 0.0) -> dict[str, Any]:
-    """A reading as parity.json has it, with the figures that the page shows of it."""
-    rate = {"value": tau, "error": 0.125}
-    found = {"name": name, "check": "", "tau": rate, "drafted": rate | {"value": 2.0}, "cumulative": [rate, None]}
-    return found | {"apart": apart, "tau_apart": tau_apart, "alike": rate | {"value": 0.75}}
-
-
 def test_equal_steps_follow_equal_texts() -> None:
     """Worked by hand. Catches steps that are compared after other texts, or paired by number."""
     one = outcome([5, 6, 7, 8, 9, 4], (2, 1, 2), (2, 0, 1), (2, 0, 1), (2, 0, 1))  # begin after 1, 3, 4, 5 tokens

@@ -41,8 +41,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "train/draft_model.py": TRAIN | {"draft_model": "checkpoints/stdlib-draft"},
 }
 NO_FOLDER = "there is no folder|folders do not exist"
-# A program's arguments, besides those that all configs share, and what the last line says.
-EAGLE = "checkpoints/stdlib-eagle"
 MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.speed": [
         (["target.path=./none"], NO_FOLDER),

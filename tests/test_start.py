@@ -201,50 +201,6 @@ def test_the_minutes_are_kept(facts: Facts, tmp_path: Path) -> None:
         assert took["train"] > 0.3 * 60 * minutes
 
 
-def test_the_seconds_by_hand(facts: Facts, tmp_path: Path) -> None:
-    """Catches a step without the start of its program, a row of the report or a text of the lossless test that takes no
-    time, held-out answers that nobody gives, and a part of the dialogues that is answered in the time of all.
-
-    In 100 minutes at 100 tokens/s: five rows of 20 prompts of 96 tokens. The lossless test has a quarter of the 800
-    tokens/s of 64 rows in its 16: 50 tokens/s for 2 x 8 x 64 greedy tokens and 720 s / (32 / 50 s) texts, 512 at most.
-    Answers: 15% of the time at 800 tokens/s, a tenth of them held out.
-    """
-    made = Plan(tmp_path, facts, minutes=100)
-    answered = int(0.15 * 6000 / (1.1 * 100 / 800))
-    took = {
-        "split": 2 * 1.0,
-        "regenerate": 2 * 10 + 1.1 * answered * 100 / 800,
-        "features": 10 + answered * 200 / 5000,
-        "speed": 10 + 5 * 20 * 96 / 100,
-        "lossless": 2 * 10 + (2 * 8 * 64 + 512 * 32) / 50,
-        "card": 5.0,
-    }
-    took["train"] = 6000 - sum(took.values())
-    assert made.seconds == pytest.approx(took)
-    assert made.config("regenerate")["minutes"] == pytest.approx(answered * 100 / 800 / 60, abs=0.01)
-    assert made.config("eagle")["minutes"] == pytest.approx((took["train"] - 10) / 60, abs=0.01)
-    assert (made.config("speed")["prompts"]["count"], made.config("lossless")["texts"]) == (20, 512)
-    assert "--heldout 200" in made.script and "limit" not in made.config("features")
-    assert made.config("lossless")["drafter"] == {
-        "drafter": "eagle", "checkpoint": str(tmp_path / "mine" / "eagle"), "tree": "chain", "depth": 3,
-    }  # fmt: skip
-    few = Plan(tmp_path, replace(facts, dialogues=100), minutes=100)  # all are answered
-    assert few.seconds["regenerate"] == pytest.approx(20 + 1.1 * 100 * 100 / 800)
-    assert few.config("regenerate")["minutes"] == 1.0 and "--heldout 10" in few.script
-
-
-@pytest.mark.parametrize("changes", [{}, {"one": 3.0}, {"many": 40.0, "start": 47.0}, {"one": 0.7, "memory": 0}])
-def test_the_minutes_that_are_asked_for_suffice(changes: dict[str, Any], facts: Facts, tmp_path: Path) -> None:
-    """Catches a number of minutes that is refused in turn, and a training without time."""
-    facts = replace(facts, **changes)
-    with pytest.raises(ValueError, match=r"--minutes 1: starting .* take [\d.]+ of them .* give at least \d+") as told:
-        Plan(tmp_path, facts, minutes=1)
-    enough = int(str(told.value).split()[-1])
-    assert Plan(tmp_path, facts, minutes=enough).seconds["train"] > 0.15 * 60 * enough
-    with pytest.raises(ValueError, match=f"give at least {enough}"):
-        Plan(tmp_path, facts, minutes=enough - 1)
-
-
 def test_a_step_that_fails_ends_the_script(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches later steps on what a failed one has left, and a failed step that is never tried again."""
     (tmp_path / "python").write_text("#!/bin/bash\necho $2; exit 3\n")

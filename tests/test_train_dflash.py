@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drafters import TargetModel
 from drafters.model.rows import EVERYTHING, Scope
-from train import dflash
 from train.core import attention
 from train.core.attention import Blocks, block_attention
 from train.core.task import make_task
@@ -130,35 +129,6 @@ def test_anchors(settings: dict[str, Any]) -> None:
 def dialogue(mask: str) -> Any:
     """A dialogue whose answers have the tokens at which ``mask`` is 1."""
     return SimpleNamespace(loss_mask=torch.tensor([one == "1" for one in mask]))
-
-
-def test_what_is_said_of_the_anchors(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches blocks that count as covering a second answer, answers shorter than a block, figures of some dialogues
-    that read as those of all, and a run that is refused because the first dialogues are short.
-
-    By hand, with four slots. Long: anchors 1 and 2 of six positions; both have a whole block, of the tokens 2 to 6, so
-    that one of six answer tokens is not covered. Short: anchor 0 of the positions 0, 1 and 3; its block covers the two
-    tokens of the first answer.
-    """
-    task, _ = made(settings, 1)
-    long, short = dialogue("00111111"), dialogue("011010")
-    monkeypatch.setattr(task, "drawn", lambda trained, *given: torch.tensor([1, 2] if len(trained) == 8 else [0]))
-    behind = "of them with a whole block; they cover"
-    ends = "of the answers' tokens; the shortest answer has 1 tokens, a block 4"
-    assert task.describe([long, short]) == f"anchors: 3 of 9 positions an epoch, 2 {behind} 77.8% {ends}"
-    assert task.describe([long]) == f"anchors: 2 of 6 positions an epoch, 2 {behind} 83.3% of the answers' tokens"
-    whole = "anchors: 1 of 4 positions an epoch, 1 of them with a whole block; they cover 100.0% of the answers' tokens"
-    assert task.describe([dialogue("01111")]) == whole  # an answer as long as a block
-    monkeypatch.setattr(dflash, "DESCRIBED", 1)
-    expected = f"anchors of the first 1 dialogues: 1 of 3 positions an epoch, 0 {behind} 66.7% {ends}"
-    assert task.describe([short, long]) == expected
-    with pytest.raises(ValueError, match="predict 4 tokens, and the longest answer has 2 tokens"):
-        task.describe([short, short])
-    monkeypatch.setattr(dflash, "LONG", 5)
-    assert task.describe([dialogue("01111")]) == whole
-    assert task.describe([long]).endswith(
-        "; dialogues have up to 8 tokens: head.sliding_window=2048 bounds the cost of a draft"
-    )
 
 
 def test_answers_are_drafted_from_trained_anchors(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

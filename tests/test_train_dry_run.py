@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from data_prep.configs import FeaturesConfig
 from drafters.config import load_config, validate
-from train.configs import DFlashConfig, schema_of
+from train.configs import schema_of
 from train.eagle import EagleConfig
 from train.kangaroo import KangarooConfig
 from train.preflight import memory
@@ -243,39 +242,6 @@ def test_recipes_say_what_they_take(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(expected) == 6
     # Only what is not here yet may be missing: no misfit between the recipe and the target's shape.
     assert all(re.match(r"target: |train: |heldout: |disk: ", problem) for problem in report.problems), report.problems
-
-
-def test_every_model_has_its_recipes() -> None:
-    """A model of the papers without a recipe, a recipe whose features nothing makes, or an exit layer not stored."""
-    wanted = {"vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-7b-chat", "llama2-13b-chat", "llama2-70b-chat"}
-    wanted |= {"mixtral-8x7b-instruct", "llama3.1-8b-instruct", "qwen3-8b"}
-    assert {file.stem for file in recipes.recipes() if file.parent.name == "eagle"} == wanted
-    blocks = {(kind, name) for kind in ("dflash", "dspark") for name in ("qwen3-4b", "qwen3-8b", "gpt-oss-20b")}
-    blocks |= {(kind, "llama3.1-8b-instruct") for kind in ("dflash", "dspark")}
-    assert blocks == {(f.parent.name, f.stem) for f in recipes.recipes() if f.parent.name in ("dflash", "dspark")}
-    files = (ROOT / "configs" / "features").glob("*-sharegpt.yaml")
-    made = {each.out: each for each in (load_config(FeaturesConfig, file) for file in files)}
-    for file in recipes.recipes():
-        config = load_config(schema_of(file.parent.name), file)
-        if config.features == "online":
-            assert config.drafter in ("eagle3", "dflash", "dflash2", "dspark")
-            assert config.taps == ()  # the target's depth decides
-            if isinstance(config, DFlashConfig):
-                assert (config.learning_rate, config.head.layers, config.anchors) == (6e-4, 5, 512)
-                shape = json.loads((ROOT / "configs" / "shapes" / f"{file.stem}.json").read_text())
-                assert config.head.mask_token_id < shape["vocab_size"]
-            continue
-        source = made[str(config.features)]
-        assert (source.target, source.revision) == (config.target, config.revision)
-        assert config.betas == (0.9, 0.95)
-        assert config.gradient_clipping == 0.5
-        if isinstance(config, KangarooConfig):
-            assert config.head.exit_layer == (3 if file.stem == "vicuna-13b" else 2)
-            assert config.head.exit_layer in source.exit_layers
-            assert (config.learning_rate, config.epochs) == (5e-5, 10)
-        if isinstance(config, EagleConfig):
-            assert (config.learning_rate, config.warmup_steps, config.classification_weight) == (3e-5, 2000, 0.1)
-        assert (source.chat_template is not None) == ("vicuna" in file.stem)
 
 
 def test_models_beside_the_target_are_what_their_files_say(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +21,10 @@ from train.core.losses import Pairs
 from train.core.runtime import ALONE
 from train.core.task import make_task
 from train.core.weights import draft_with
-from train.data.packing import Position, Span, collate
+from train.data.packing import Position, collate
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 from train.run.limits import Limits, Progress
-from train.watch import meter
-from train.watch.flops import TrainingCost
 from train.watch.heldout import own_answers
 
 BLOCK: dict[str, Any] = {"tap_layers": [tiny_run.TAP], "block_size": 5, "mask_token_id": 2, "layers": 1}
@@ -195,40 +192,6 @@ def test_the_first_step_by_hand(settings: dict[str, Any], features: Path) -> Non
     assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     store = FeatureStore.open(features / "train")
     assert row["tokens"] == sum(len(store[index].input_ids) for index in dialogues) > len(batch.rows)
-
-
-def test_a_meters_lines_by_hand(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a rate or an MFU that counts evaluations or earlier lines, one rank's tokens as those of all, and a wait
-    that counts the work.
-
-    Two steps of 2 s waiting and 3 s work, 100 s of evaluation between them: 1,000 tokens in 10 s.
-    """
-    clock = [0.0]
-    monkeypatch.setattr(meter.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(meter, "peak_memory_bytes", lambda device: {"device": None, "host": 2_500_000_000})
-    task: Any = SimpleNamespace(config=tiny_run.read("eagle", settings | {"peak_tflops": 1e-6}))
-    watched = meter.Meter(task, TrainingCost(token=1000, pair=10, row=100), torch.device("cpu"))
-    batch: Any = SimpleNamespace(rows=torch.arange(7), spans=[Span(0, 0, 4, 0), Span(0, 4, 3, 1)])
-
-    def slow() -> Any:
-        while True:
-            clock[0] += 2.0
-            yield [batch]
-
-    steps = watched.watch(slow(), tokens=5000)
-    for _ in range(2):
-        batches: Any = next(steps)
-        clock[0] += 3.0
-        watched.step_done(batches)
-        clock[0] += 100.0
-    flops = 2 * (1000 * 7 + 10 * (4 * 5 // 2 + 3 * 4 // 2) + 100 * 7)
-    found = watched.figures(6000)
-    mfu = pytest.approx(flops / 10 / 1e6, abs=5e-5)
-    assert found == {"tokens_per_second": 100.0, "data_wait": 0.4, "peak_memory_gb": 2.5, "mfu": mfu}
-    batches = next(steps)
-    watched.step_done(batches)
-    assert watched.figures(6050)["tokens_per_second"] == 25.0
-    steps.close()
 
 
 def test_rates_and_times_by_hand(settings: dict[str, Any]) -> None:
