@@ -286,7 +286,7 @@ def test_the_program_names_a_fault_of_a_served_head(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PLANTED", fault)
     given = ["--checkpoint", head, "--target", ROOT / "checkpoints" / "stdlib-target", "--engine", "vllm"]
     given += [f"python={sys.executable}", "module=tests.planted_engine", "target.dtype=float32", "target.device=cpu"]
-    given += ["count=16", "max_new_tokens=20", "depth=2", "batch=16", "threads=1", f"out={tmp_path}"]
+    given += ["count=10", "max_new_tokens=20", "depth=2", "batch=16", "threads=1", f"out={tmp_path}"]
     assert status(eval.parity.main, *given) == 1
     found = json.loads((tmp_path / "parity.json").read_text())
     assert found["verdict"] == FAULT and found["named"] == [fault]

@@ -194,8 +194,7 @@ def test_draft_tokens_that_miss_the_answers(settings: dict[str, Any], capsys: py
     assert "warning: draft_vocab=5 covers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("begins", [False, True], ids=["new", "init_from"])
+@pytest.mark.parametrize(("begins", "precision"), [(False, "bf16"), (True, "float32")])
 def test_resumed_equals_uninterrupted(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], begins: bool, precision: str
 ) -> None:
