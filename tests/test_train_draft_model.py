@@ -88,21 +88,18 @@ def test_divergences_worked_by_hand() -> None:
             assert total.isfinite() and logits.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_training_starts_from_the_draft_model(
-    settings: dict[str, Any], draft: Path, target: TargetModel, precision: str
-) -> None:
+def test_training_starts_from_the_draft_model(settings: dict[str, Any], draft: Path, target: TargetModel) -> None:
     """Random weights instead of the draft model's, an LM head that is not trained or not saved, a folder that
     transformers or a drafter does not load."""
     out = Path(settings["out"])
-    tau = {"tau_every": 40, "tau_prompts": 1, "tau_new_tokens": 4} if precision == "bf16" else {}
-    tiny_run.train_here("draft_model", settings | {"steps": 40, "precision": precision} | tau)
+    tau = {"tau_every": 40, "tau_prompts": 1, "tau_new_tokens": 4}
+    tiny_run.train_here("draft_model", settings | {"steps": 40, "precision": "bf16"} | tau)
     rows = read_metrics(out)
     course = [row["heldout_loss"] for row in rows if "heldout_loss" in row]
     assert course[-1] < 0.8 * course[0]
-    assert rows[0]["heldout_loss"] == pytest.approx(forward_kl(draft, settings), rel=2e-2 if tau else 1e-4)
+    assert rows[0]["heldout_loss"] == pytest.approx(forward_kl(draft, settings), rel=2e-2)
     assert forward_kl(out, settings) == pytest.approx(course[-1], rel=2e-2)  # the export is in bf16
-    assert ("heldout_tau" in rows[-1]) == bool(tau)
+    assert "heldout_tau" in rows[-1]
     head = load_file(out / "model.safetensors")
     assert "lm_head.weight" not in head and head["model.embed_tokens.weight"].dtype == torch.bfloat16
     info = json.loads((out / "training.json").read_text())

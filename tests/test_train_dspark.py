@@ -109,17 +109,17 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
         torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=5e-5, msg=name)
 
 
-@pytest.mark.parametrize("more", [{"markov_head": "rnn", "draft_vocab": 60}, {"precision": "bf16", "loss_vocab": 90}])
-def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel, more: dict[str, Any]) -> None:
+def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel) -> None:
     """Catches a Markov head that stays as it was, a checkpoint that drafts with another layout, missing figures."""
-    learning = {"steps": 25, "warmup_steps": 3, "tau_every": 25, "tau_new_tokens": 8}
-    _, seen, drafter = tiny_run.learned("dspark", settings | learning | more, target, 0.95)
+    learning = {"steps": 25, "warmup_steps": 3, "tau_every": 25, "tau_new_tokens": 8, "markov_head": "rnn"}
+    _, seen, drafter = tiny_run.learned("dspark", settings | learning | {"draft_vocab": 60}, target, 0.95)
     assert {"heldout_confidence_loss", "heldout_confidence_error", "heldout_slot_5_top1", "heldout_tau_tree"} <= seen
     shape = drafter.module.shape
-    assert shape.layout == "anchor-first" and shape.markov_head == more.get("markov_head", "vanilla")
+    assert shape.layout == "anchor-first" and shape.markov_head == "rnn"
     assert float(drafter.module.markov_head.markov_w2.weight.std()) > 0.03  # it began with 0.02
 
 
+@pytest.mark.long
 def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
     """Catches a Markov head that drafts after other tokens than in training, and a confidence that learns nothing."""
     values = settings | {"features": str(own_text(tmp_path / "own", target)), "steps": 150, "tau_every": 150}
