@@ -114,12 +114,11 @@ def weights(outputs: int, inputs: int) -> dict[int, tuple[cpu_kernels.Tiles, Ten
 
 @needs_tiles
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 96), (1, 64)])
-def test_products(level: str, bits: int, outputs: int, inputs: int) -> None:
+def test_products(level: str, bits: int) -> None:
     """Catches tiles in another order, rows of a last tile that is not full, outputs written beyond the last."""
-    tiles, weight = weights(outputs, inputs)[bits]
+    tiles, weight = weights(70, 96)[bits]
     for rows in (1, 2, 16, 17, 32, 33, 70):
-        x = torch.randn(rows, inputs).bfloat16()
+        x = torch.randn(rows, 96).bfloat16()
         wanted = x.double() @ weight.T
         rounding = 2**-7 if bits == 4 else 2**-8  # of the results, and in int4 of the weight
         assert (tiles(x).double() - wanted).abs().max() < rounding * wanted.abs().max()

@@ -139,6 +139,7 @@ def test_only_the_selector_learns(settings: dict[str, Any], target: TargetModel,
     assert load_drafter(values["out"], target).name == "dflash2"
 
 
+@pytest.mark.long
 def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
     """Catches a selector that drafts after other tokens than in training, figures of the scores before it, a mask
     embedding that stays as it was."""
