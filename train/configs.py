@@ -3,6 +3,7 @@
 Keys of every drafter's training are in train/core/config.py, those of one method in ``train/<method>.py``.
 """
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -11,6 +12,8 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.dialogues.reader import source_digest
+from drafters.common.files import check_folder
+from drafters.common.provenance import changes
 from drafters.config import Amount, Config, DraftSize, Length, Size
 from drafters.heads.block.shape import BlockShape
 from drafters.heads.eagle3.shape import Eagle3Shape
@@ -242,25 +245,30 @@ class BoostConfig(Config):
     seeds: bool = Field(True, description="also train the same number on everything, to compare with")
 
 
-START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
+START_SCRIPT = "run.sh"  # what train.start and train.adapt write last into their folder
 
 
-class StartConfig(Config):
-    """The command line of train.start."""
+class ScriptConfig(Config):
+    """The command line of a program that writes configs and a script into ``out``.
+
+    Class attributes:
+        program: its name. facts: the file with its settings. source: the key of the data file.
+    """
+
+    program: ClassVar[str]
+    facts: ClassVar[str]
+    source: ClassVar[str]
 
     target: str
-    data: str | None = None
     out: Path
-    method: str = "eagle"
-    minutes: float = Field(120, gt=0, le=1_000_000, description="of all steps together")
     hub: str | None = Field(None, description="repository that the drafter is pushed to")
 
-    @field_validator("target", "data", "out")
+    @field_validator("*")
     @classmethod
-    def _is_one_line(cls, name: str | Path | None) -> str | Path | None:
-        if any(not one.isprintable() for one in str(name)):
+    def _is_one_line(cls, value: Any) -> Any:
+        if isinstance(value, str | Path) and any(not one.isprintable() for one in str(value)):
             raise ValueError("has a line break or a character that is not printed, and goes into a script; rename it")
-        return name
+        return value
 
     @field_validator("hub")
     @classmethod
@@ -272,11 +280,58 @@ class StartConfig(Config):
         return name
 
     def settings(self) -> dict[str, object]:
-        """The settings that a repeated start must not change."""
+        """The settings that a repeated command must not change."""
+        data = getattr(self, self.source)
         named = self.model_dump(mode="json", exclude={"out"})
-        return named | {"data_digest": None if self.data is None else source_digest(self.data)}
+        return named | {f"{self.source}_digest": None if data is None else source_digest(data)}
+
+    def is_written(self) -> bool:
+        """Whether ``out`` already holds the script of this command; raises ValueError if it holds something else."""
+        check_folder(self.out, "--out")
+        file = self.out / self.facts
+        if not file.is_file():
+            if self.out.is_dir() and any(self.out.iterdir()):
+                raise ValueError(f"--out {self.out} holds files that no {self.program} has written; give a new folder")
+            return False
+        try:
+            before = dict(json.loads(file.read_text())["settings"])
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"{file} is not what this program writes; give another --out") from None
+        if changed := changes(before, self.settings()):
+            raise ValueError(f"--out {self.out} holds another {self.program}: {'; '.join(changed)}; give another --out")
+        return (self.out / START_SCRIPT).is_file()
+
+
+class StartConfig(ScriptConfig):
+    """The command line of train.start."""
+
+    program = "start"
+    facts = "start.json"
+    source = "data"
+
+    data: str | None = None
+    method: str = "eagle"
+    minutes: float = Field(120, gt=0, le=1_000_000, description="of all steps together")
 
     @property
     def asked(self) -> str:
         """The file of the target's own questions."""
         return str(self.out / "asked" / "questions.jsonl")
+
+
+class AdaptConfig(ScriptConfig):
+    """The command line of train.adapt."""
+
+    program = "adaptation"
+    facts = "adapt.json"
+    source = "traffic"
+
+    drafter: str
+    traffic: str
+    guard: str | None = None
+    lora: bool = False
+    epochs: Amount = Field(4, ge=1, description="passes over the training conversations")
+    conversations: Amount = Field(2000, ge=1, description="most, the newest")
+    max_length: Length = Field(2048, ge=2, description="tokens of a training dialogue; the rest is cut off")
+    most_loss: float = Field(2.0, gt=0, le=100, description="accepted loss of tau on the guard, in percent")
+    chat_template: str | None = None

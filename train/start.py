@@ -10,34 +10,14 @@ same command continues, as bash run.sh does. You may change the configs before: 
 """
 
 import argparse
-import json
 import os
 import sys
 
 from data_prep.dialogues.reader import check_source
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.files import check_folder
 from drafters.common.paths import check_model
-from drafters.common.provenance import changes
 from drafters.config import validate
-from train.configs import START_FACTS, START_SCRIPT, StartConfig, started_methods
-
-
-def written_before(config: StartConfig) -> bool:
-    """Whether ``out`` already holds this start; raises ValueError if it holds something else."""
-    check_folder(config.out, "--out")
-    file = config.out / START_FACTS
-    if not file.is_file():
-        if config.out.is_dir() and any(config.out.iterdir()):
-            raise ValueError(f"--out {config.out} holds files that no start has written; give a new folder")
-        return False
-    try:
-        before = dict(json.loads(file.read_text())["settings"])
-    except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{file} is not what this program writes; give another --out") from None
-    if changed := changes(before, config.settings()):
-        raise ValueError(f"--out {config.out} holds another start: {'; '.join(changed)}; give another --out")
-    return (config.out / START_SCRIPT).is_file()
+from train.configs import START_SCRIPT, StartConfig, started_methods
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_model(config.target, "--target")
     if config.data is not None:
         check_source(config.data)
-    before = written_before(config)
+    before = config.is_written()
 
     from train.plan.write import write
 

@@ -99,7 +99,7 @@ def write_traffic(parsed: argparse.Namespace, facts: dict[str, Any]) -> None:
     sides = split(apart, parsed.conversations, counts)
     chosen = sum(map(len, sides.values()))
     apart = apart.of(np.isin(apart.conversations, np.concatenate([*sides.values()])))
-    counts.usable = len(apart.numbers)
+    counts.usable, counts.dropped = len(apart.numbers), +counts.dropped  # without reasons that count 0
     if chosen < FEWEST:
         raise ValueError(
             f"{parsed.log}: {chosen} usable conversation(s) ({counts.describe()}), and at least {FEWEST} are needed: a "

@@ -4,8 +4,9 @@
 
 RUN is the folder of a training run (its TensorBoard events are sent, too) or of any checkpoint. --certificate takes the
 folder (or lossless.json) of eval.lossless, --report the folder (or report.json) of eval.speed; those of another target
-or method are refused. --dry-run lists the files, and --card F writes the card into F: neither sends anything. The same
-command continues an interrupted upload.
+or method are refused. --figures takes a JSON file of measured values by name (figures.json of eval.gate). --dry-run
+lists the files, and --card F writes the card into F: neither sends anything. The same command continues an interrupted
+upload.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from drafters.cli.program import CommandLine, run_program
 from drafters.common.files import check_file
 from drafters.common.paths import is_hub_id
-from drafters.common.wording import size_text
+from drafters.common.wording import json_object, size_text
 from drafters.hub.client import check_repo_ids
 from drafters.hub.model_card import Card, check_card
 from drafters.hub.reports import Certificate, Report, read
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("repo_id", metavar="REPO_ID", help="of the Hub, as user/my-drafter")
     parser.add_argument("--certificate", type=Path, help="of eval.lossless: a folder, or its lossless.json")
     parser.add_argument("--report", type=Path, help="of eval.speed: a folder, or its report.json")
+    parser.add_argument("--figures", type=Path, help="JSON file of measured values by name, for the card")
     parser.add_argument("--license", help="an identifier of the Hub; without, the card names none")
     parser.add_argument("--base-model", help="the target on the Hub, if the drafter was trained upon a folder of it")
     parser.add_argument("--dataset", action="append", default=[], help="on the Hub, that it was trained on; repeatable")
@@ -39,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     check_repo_ids(given.repo_id, given.base_model, *given.dataset)
     if given.card is not None:
         check_file(given.card, "--card")
-    check_card(given.folder, given.certificate, given.report)
+    check_card(given.folder, given.certificate, given.report, given.figures)
+    figures = json_object(given.figures, "--figures") if given.figures is not None else None
     for evidence, schema in ((given.certificate, Certificate), (given.report, Report)):
         if evidence is not None:
             read(evidence, schema)
@@ -56,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     card = Card(
         title=getattr(drafter_class(config.drafter_type), "card_title", ""),
         license=given.license,
+        figures=figures,
         certificate=given.certificate,
         report=given.report,
         base_model=given.base_model,

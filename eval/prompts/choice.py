@@ -30,6 +30,9 @@ class PromptsConfig(Config):
     )
     seed: Seed = Field(0, description="of the choice of prompts and of their order")
     max_prompt_tokens: Length | None = Field(None, ge=1, description="longer prompts are skipped and counted")
+    apart_from: list[Path] = Field(
+        [], description="ShareGPT files, for example of a training: prompts whose question they ask are skipped"
+    )
     context_tokens: Length | None = Field(
         None, ge=1, description="length of prompts: dialogues are put before the question, as earlier turns"
     )
@@ -74,7 +77,7 @@ class PromptsConfig(Config):
     def read_files(self) -> list[Path]:
         """All local files that are read."""
         of_suites = [file for name in self.suites for file in local_files(name, self.data)]
-        return list(dict.fromkeys([*self.files, *of_suites, *self.context_files]))
+        return list(dict.fromkeys([*self.files, *of_suites, *self.context_files, *self.apart_from]))
 
     @property
     def longest(self) -> int:
@@ -90,7 +93,7 @@ class PromptsConfig(Config):
 
 def check_prompt_files(config: PromptsConfig) -> None:
     """Raise ValueError if a file is missing, cannot be read as a suite, or has no dialogues for earlier turns."""
-    for file in (*config.files, *config.context_files):
+    for file in (*config.files, *config.context_files, *config.apart_from):
         check_prompt_file(file)
     for name in config.suites:
         read_suite(name, config.data)

@@ -82,7 +82,10 @@ def first_record(records: Iterable[tuple[int, Any]]) -> dict[str, Any]:
 
 
 def read_prompts(file: Path, format_: Format, skipped: Counter[str]) -> Iterator[Record]:
-    """Yield the dialogues up to their first answers, or the questions; ``skipped`` counts unusable records."""
+    """Yield the dialogues up to their first answers that count, or the questions; ``skipped`` counts unusable records.
+
+    An answer of weight 0 does not count: data_prep.traffic gives it to the answers before the last request.
+    """
     if format_ == "sharegpt":
         return _sharegpt(file, skipped)
     key = next(key for key, each in QUESTION_KEYS.items() if each == format_)
@@ -94,14 +97,15 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
     try:
         for dialogue in read_dialogues(file, counts):
             messages = list(dialogue.messages)
-            first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-            yield Record(dialogue.id, dialogue.category, messages[:first_answer])
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            first = next((i for i in answers if messages[i].get("weight") != 0), answers[0])
+            yield Record(dialogue.id, dialogue.category, messages[:first])
     except ValueError:
-        first = first_record(read_records(file))
-        if counts.usable or not first or first_value(first, TURN_KEYS) is not None:
+        opening = first_record(read_records(file))
+        if counts.usable or not opening or first_value(opening, TURN_KEYS) is not None:
             raise
         raise ValueError(
-            f"{file} has fields of no known format; the first record is {shortened(first, 60)}, expected {FORMS}; "
+            f"{file} has fields of no known format; the first record is {shortened(opening, 60)}, expected {FORMS}; "
             "for other fields, write a suite (docs/measuring.md)"
         ) from None
     skipped.update(counts.dropped)

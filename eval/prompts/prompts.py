@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from data_prep.dialogues.messages import DroppedError, Message
+from data_prep.dialogues.reader import ReadCounts, read_dialogues, same_question
+from data_prep.dialogues.served import first_question
 from data_prep.dialogues.template import REFUSALS, for_template
 from eval.prompts.choice import PromptsConfig, check_prompt_files, shown_sizes
 from eval.prompts.context import with_earlier_turns
@@ -175,6 +178,7 @@ class _Reader:
         self.max_new_tokens, self.max_context = max_new_tokens, max_context
         self.skipped = Counter[str]()
         self._seen: set[tuple[int, ...]] = set()
+        self._asked = {key for file in config.apart_from for key in asked_questions(file)}
 
     def prompt(self, record: Record) -> Prompt | None:
         """Return the record's prompt; None if it cannot be used."""
@@ -188,13 +192,20 @@ class _Reader:
             self.skipped[error.reason] += 1
             return None
         too_long = len(ids) > longest_prompt(self.config, most, self.max_context)
-        faults = {"tools_not_printed": unprinted, "duplicate": tuple(ids) in self._seen, "too_long": too_long}
+        asked = any(same_question(m["content"]) in self._asked for m in record.messages if m["role"] == "user")
+        faults = {"asked_elsewhere": asked, "tools_not_printed": unprinted, "duplicate": tuple(ids) in self._seen}
+        faults |= {"too_long": too_long}
         if reason := next((name for name, true in faults.items() if true), "" if ids else "empty_prompt"):
             self.skipped[reason] += 1
             return None
         self._seen.add(tuple(ids))
         fewer = most if most < self.max_new_tokens else None
         return Prompt(record.id, record.category, ids, record.messages, record, max_new_tokens=fewer)
+
+
+def asked_questions(file: Path) -> set[str]:
+    """Return the first questions of a file's dialogues, as ``same_question`` writes them."""
+    return {first_question(dialogue) for dialogue in read_dialogues(file, ReadCounts())}
 
 
 def _draw_by_group(

@@ -18,7 +18,7 @@ from drafters.common.files import replace_json, replace_text
 from drafters.common.wording import size_text
 from drafters.config import validate
 from drafters.methods import drafter_class
-from train.configs import START_FACTS, START_SCRIPT, StartConfig, schema_of, templates
+from train.configs import START_SCRIPT, StartConfig, schema_of, templates
 from train.core.config import TrainConfig
 from train.plan.facts import FORWARD, QUESTION, Facts, mask_token, measure
 from train.preflight.estimate import meta_task, target_parameters
@@ -55,7 +55,7 @@ def write(start: StartConfig, command: list[str], run: bool) -> None:
     """
     texts, seconds = plan(start, measure(start), command)
     (start.out / "configs").mkdir(parents=True, exist_ok=True)
-    replace_json(start.out / START_FACTS, {"settings": start.settings()})
+    replace_json(start.out / start.facts, {"settings": start.settings()})
     for name, text in texts.items():  # the script last, which marks the start as complete
         replace_text(start.out / name, text)
     script = start.out / START_SCRIPT
