@@ -41,6 +41,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "train/draft_model.py": TRAIN | {"draft_model": "checkpoints/stdlib-draft"},
 }
 NO_FOLDER = "there is no folder|folders do not exist"
+EAGLE = "checkpoints/stdlib-eagle"
+ADAPTED = ["--drafter", EAGLE, "--traffic", "prompts.jsonl"]
+GATED = ["--target", TARGET, "--drafter", EAGLE, "--traffic", "prompts.jsonl", "--out", "x"]
+# A program's arguments, besides those that all configs share, and what the last line says.
 MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.speed": [
         (["target.path=./none"], NO_FOLDER),
@@ -164,6 +168,25 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "features"], "holds files that no start has written"),
         (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--minutes", "0"], "minutes: .*greater than 0"),
     ],
+    "train.adapt": [
+        (["--target", "./none", "--out", "x", *ADAPTED], NO_FOLDER),
+        (["--target", TARGET, "--out", "x", *ADAPTED, "--drafter", "./none"], NO_FOLDER),
+        (["--target", TARGET, "--out", "x", *ADAPTED, "--traffic", "none.jsonl"], "no data file at none.jsonl"),
+        (["--target", TARGET, "--out", "x", *ADAPTED, "--guard", "gsm9k"], "no file gsm9k; give .* gsm8k, humaneval"),
+        (["--target", TARGET, "--out", "features", *ADAPTED], "holds files that no adaptation has written"),
+        (["--target", TARGET, "--out", "x", *ADAPTED, "--most-loss", "0"], "most_loss: .*greater than 0"),
+    ],
+    "data_prep.traffic": [
+        (["none.jsonl", "--target", TARGET, "--out", "x"], "no data file at none.jsonl"),
+        (["prompts.jsonl", "--target", "./none", "--out", "x"], NO_FOLDER),
+        (["prompts.jsonl", "--target", TARGET, "--out", "x", "--chat-template", "y"], "--chat-template: no file y"),
+    ],
+    "eval.gate": [
+        ([*GATED, "--traffic", "none.jsonl"], "no prompt file at none.jsonl"),
+        ([*GATED, "--drafter", "./none"], NO_FOLDER),
+        ([*GATED, "--guard", "gsm9k"], "no suite 'gsm9k'; did you mean 'gsm8k'"),
+        ([*GATED, "--most-loss", "0"], "--most-loss: must be a number above 0"),
+    ],
     "train.tools.calibrate": [
         (["--checkpoint", "none", "--features", "features"], "none holds no config.json"),
         (
@@ -200,6 +223,9 @@ FOLDERS_WRITTEN = {
     "train.tools.boost": ["out={}"],
     "train.tools.shallow": [TARGET, "--layers", "0", "--out", "{}"],
     "train.start": ["--target", TARGET, "--data", "prompts.jsonl", "--out", "{}"],
+    "train.adapt": ["--target", TARGET, *ADAPTED, "--out", "{}"],
+    "data_prep.traffic": ["prompts.jsonl", "--target", TARGET, "--out", "{}"],
+    "eval.gate": [*GATED, "--out", "{}"],
     **{f"train/{method}.py": ["out={}"] for method in trained_methods()},
 }
 for method in trained_methods():

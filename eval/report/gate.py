@@ -15,7 +15,7 @@ from eval.configs import SpeedConfig
 from eval.prompts.choice import PromptsConfig
 from eval.report.changes import compare
 from eval.report.measured import finished_report, measure_and_report
-from eval.report.pairs import read
+from eval.report.pairs import Read, read
 from eval.report.tables import make_console, run_again, say, table, write_page
 
 LABEL = "head"  # the same in both reports, which are compared by label
@@ -49,7 +49,8 @@ def run(parsed: argparse.Namespace, sets: dict[str, PromptsConfig]) -> int:
     folders = {(when, name): measure(parsed, name, when, sets[name], console) for name in sets for when in heads}
     if parsed.changed is None:
         return 0
-    rows = [row(name, folders["before", name], folders["after", name], parsed.most_loss) for name in sets]
+    reports = {key: read(folder) for key, folder in folders.items()}
+    rows = [row(name, reports["before", name], reports["after", name], parsed.most_loss) for name in sets]
     accepted = all(each.passed for each in rows)
     facts = {
         "accepted": accepted,
@@ -88,9 +89,9 @@ def measure(parsed: argparse.Namespace, name: str, when: str, prompts: PromptsCo
     return config.out
 
 
-def row(name: str, before: Path, after: Path, most_loss: float) -> Row:
+def row(name: str, before: Read, after: Read, most_loss: float) -> Row:
     """Compare two reports; ``most_loss``: percent that tau may lose on the guard."""
-    rows = compare(read(before), read(after), [str(before), str(after)])["rows"]
+    rows = compare(before, after, ["before", "after"])["rows"]
     found: dict[str, Any] = next(each for each in rows if each["drafter"] == LABEL and each["figure"] == "tau")
     low, high = (100 * (end - 1) for end in found["ratio_ci"])
     if name == "traffic":
