@@ -25,12 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", required=True, help="folder or Hub repository of the model that answered")
     parser.add_argument("--out", required=True, type=Path, help="folder of the three files and traffic.json")
     parser.add_argument("--conversations", type=positive, default=CONVERSATIONS, help="most, the newest (default 2000)")
-    parser.add_argument("--replay", help="ShareGPT dialogues to mix into train.jsonl, as many as its conversations")
     parser.add_argument("--chat-template", help="file with the Jinja template that the server used, if not the model's")
     parsed = parser.parse(arguments)
     check_source(parsed.log)
-    if parsed.replay is not None:
-        check_source(parsed.replay)
     check_model(parsed.target, "--target")
     check_folder(parsed.out, "--out")
     if parsed.chat_template is not None and not Path(parsed.chat_template).is_file():

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_eval_prompts import sharegpt
-from test_split import write
 
 from data_prep.answers import traffic as reading
 from data_prep.dialogues.encoding import load_tokenizer
@@ -112,16 +110,6 @@ def test_each_served_answer_counts_once(target_folder: Path, tmp_path: Path) -> 
     assert sorted(map(tuple, weights)) == sorted([(1, 1)] * 17 + [(0, 1)] * 17 + [(1,)] * 17)
     held = [[turn.get("weight", 1) for turn in record["conversations"][1::2]] for record in sides["heldout"]]
     assert held == [[0, 1]] * 20
-
-
-def test_replayed_dialogues_are_others(target_folder: Path, tmp_path: Path) -> None:
-    """Catches held-out questions that are trained on as replayed ones, and more of these than traffic."""
-    rows = [{"id": "r", "conversations": sharegpt(f"question {n}", "four")["conversations"]} for n in range(200)]
-    write(tmp_path / "replay.jsonl", rows)
-    log = [asked(number, at=number) for number in range(60)]
-    sides = split(tmp_path, target_folder, log, "--replay", str(tmp_path / "replay.jsonl"))
-    numbers = [int(text.split()[1]) for text in questions(sides["train"])]
-    assert len(numbers) == 2 * 34 and not {*range(34, 60)} & {*numbers} and max(numbers) > 100
 
 
 def test_bad_logs_are_refused(target_folder: Path, tmp_path: Path) -> None:

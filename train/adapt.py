@@ -31,9 +31,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--traffic", required=True, help="the server's log: JSON lines, gzipped or not")
     parser.add_argument("--out", required=True, help="folder of all results")
     parser.add_argument("--guard", help="suite of configs/suites, or file of prompts, on which tau must not fall")
-    parser.add_argument(
-        "--replay", help="other dialogues of this target, mixed in: it learns the traffic and keeps the rest"
-    )
     parser.add_argument("--most-loss", type=float, default=defaults["most_loss"], help="percent, on the guard (2)")
     parser.add_argument("--lora", action="store_true", help="train low-rank matrices instead of all weights")
     parser.add_argument("--epochs", type=positive, default=defaults["epochs"], help="passes over the traffic (4)")
@@ -63,8 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = validate(AdaptConfig, given, source="the command line")
     check_model(config.target, "--target")
     check_model(config.drafter, "--drafter")
-    for source in filter(None, (config.traffic, config.replay)):
-        check_source(source)
+    check_source(config.traffic)
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ValueError(f"--chat-template: no file {config.chat_template}")
     check_guard(config.guard)

@@ -329,7 +329,6 @@ class AdaptConfig(ScriptConfig):
     drafter: str
     traffic: str
     guard: str | None = None
-    replay: str | None = None
     lora: bool = False
     epochs: Amount = Field(4, ge=1, description="passes over the training conversations")
     conversations: Amount = Field(2000, ge=1, description="most, the newest")

@@ -21,8 +21,8 @@ from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.json_records import read_records
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.messages import DroppedError, Message
-from data_prep.dialogues.reader import Dialogue, ReadCounts, dataset_records, read_dialogues, record
-from data_prep.dialogues.served import Served, first_question, parse_served
+from data_prep.dialogues.reader import Dialogue, ReadCounts, dataset_records, record
+from data_prep.dialogues.served import Served, parse_served
 from drafters.common.files import replace_json, replace_text
 
 FEWEST = 50  # conversations: fewer cannot be trained on and measured apart
@@ -107,8 +107,7 @@ def write_traffic(parsed: argparse.Namespace, facts: dict[str, Any]) -> None:
         )
     dialogues = collect(parsed, apart, sides)
     facts |= compare_prompts(dialogues, load_tokenizer(parsed.target, None, parsed.chat_template), parsed.log)
-    replayed = [] if parsed.replay is None else replay(parsed.replay, dialogues)
-    write(parsed.out, dialogues, replayed, facts | {"dropped": dict(counts.dropped)}, counts)
+    write(parsed.out, dialogues, facts | {"dropped": dict(counts.dropped)}, counts)
 
 
 def check_lines(log: Path) -> None:
@@ -202,38 +201,16 @@ def compare_prompts(dialogues: dict[str, list[list[Served]]], chat: ChatTokenize
     return {"prompts_compared": len(pairs), "prompts_of_equal_length": same}
 
 
-def replay(source: str, dialogues: dict[str, list[list[Served]]]) -> list[Dialogue]:
-    """Return random dialogues of ``source``, as many as train has conversations, none with a question of the others."""
-    asked = {served.question for name in ("valid", "heldout") for each in dialogues[name] for served in each}
-    chosen, draw, most = list[Dialogue](), random.Random(0), len(dialogues["train"])
-    usable = (each for each in read_dialogues(source, ReadCounts()) if first_question(each) not in asked)
-    for number, dialogue in enumerate(usable):
-        if number < most:
-            chosen.append(dialogue)
-        elif (place := draw.randrange(number + 1)) < most:  # Vitter's algorithm R
-            chosen[place] = dialogue
-    return chosen
-
-
-def write(
-    out: Path,
-    dialogues: dict[str, list[list[Served]]],
-    replayed: list[Dialogue],
-    facts: dict[str, Any],
-    counts: ReadCounts,
-) -> None:
+def write(out: Path, dialogues: dict[str, list[list[Served]]], facts: dict[str, Any], counts: ReadCounts) -> None:
     """Write all files, traffic.json last, and print the counts."""
     out.mkdir(parents=True, exist_ok=True)
     conversations, answers = {name: len(side) for name, side in dialogues.items()}, {}
     for name, side in dialogues.items():
         lines = [line for each in side for line in ([last_request(each)] if name == "heldout" else merged(each))]
         answers[name] = sum(m["role"] == "assistant" and m.get("weight") != 0 for line in lines for m in line)
-        lines += [list(dialogue.messages) for dialogue in replayed if name == "train"]
         records = (record(Dialogue(f"{name}-{n:06d}", tuple(line))) for n, line in enumerate(lines))
         replace_text(out / f"{name}.jsonl", "".join(json.dumps(each) + "\n" for each in records))
-    replace_json(
-        out / "traffic.json", facts | {"conversations": conversations, "answers": answers, "replayed": len(replayed)}
-    )
+    replace_json(out / "traffic.json", facts | {"conversations": conversations, "answers": answers})
     shown = ", ".join(f"{name} {conversations[name]:,} conversations with {answers[name]:,} answers" for name in NAMES)
     print(f"{counts.describe()}\n{shown} -> {out}")
     if facts["prompts_compared"]:

@@ -22,7 +22,7 @@ fi
 {%- endmacro %}
 {% call step("traffic", "traffic", "split the log, the newest conversations held out") %}
   python -m data_prep.traffic {{ traffic | sh }} --target {{ target | sh }} --conversations {{ conversations }}{{ template }} \
-    {{ "--replay %s " % (replay | sh) if replay }}--out "$out/traffic"
+    --out "$out/traffic"
 {% endcall %}
 {% call step("features", "features", "compute the target's states, and test that the answers are its own") %}
   python -m data_prep.features --config "$out/configs/features.yaml"
