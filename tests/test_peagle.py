@@ -154,8 +154,8 @@ def test_the_loss_of_all_depths(settings: dict[str, Any]) -> None:
 
 
 def test_cod_sampling_is_nested(settings: dict[str, Any]) -> None:
-    """Catches a depth that is trained where the one before it is not, and shares other than max(keep^d, keep_least)."""
-    config = tiny_run.read("peagle", settings | {"keep": 0.5, "keep_least": 0.3})
+    """Catches a depth that is trained where the one before it is not, and shares other than max(ratio^d, least)."""
+    config = tiny_run.read("peagle", settings | {"down_sample_ratio": 0.5, "down_sample_ratio_min": 0.3})
     task: Any = make_task(config, open_inputs(config).ends)
     batch: Any = mock.Mock(input_ids=torch.zeros(1, 40_000), rows=torch.arange(10, 39_990))
     trained = task.sampled(batch, 1).gt(0)

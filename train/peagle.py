@@ -21,8 +21,8 @@ from train.preflight.command import program
 class PEagleConfig(Eagle3Config):
     """The keys of a P-EAGLE run: those of EAGLE-3, whose steps are the head's depths.
 
-    ``keep``, ``keep_least``: COD sampling. A share of max(keep^d, keep_least) of the positions trains depth d; those
-    that train a depth train the ones before it, too.
+    COD sampling: a share of max(down_sample_ratio^d, down_sample_ratio_min) of the positions trains depth d; those that
+    train a depth train the ones before it, too. The keys have speculators' names.
     """
 
     drafter: ClassVar[str] = "peagle"
@@ -30,8 +30,8 @@ class PEagleConfig(Eagle3Config):
     head: PEagleShape
     ttt_steps: int = Field(1, ge=1, le=1, description="not of this head: its depths are trained")
     step_decay: float = Field(1.0, ge=0.01, le=1, description="weight of a depth's loss, as a share of the one before")
-    keep: float = Field(0.7, gt=0, le=1, description="share of the positions of a depth that train the next one")
-    keep_least: float = Field(0.2, ge=0, le=1, description="share of all positions that train every depth")
+    down_sample_ratio: float = Field(0.7, gt=0, le=1, description="share of a depth's positions that train the next")
+    down_sample_ratio_min: float = Field(0.2, ge=0, le=1, description="share of all positions that train every depth")
 
     @property
     def shape(self) -> PEagleShape:
@@ -106,7 +106,7 @@ class PEagleTask(Eagle3Task):
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.rand(batch.input_ids.numel(), generator=generator).to(batch.rows.device)
         depths = torch.arange(self.passes, device=batch.rows.device)
-        share = (self.config.keep ** depths.float()).clamp_min(self.config.keep_least)
+        share = (self.config.down_sample_ratio ** depths.float()).clamp_min(self.config.down_sample_ratio_min)
         return (drawn[batch.rows - depths[:, None]] < share[:, None]).float() / share[:, None]
 
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
