@@ -16,7 +16,7 @@ from typing import Any
 import tiny_run
 
 from train.run import files as run_files
-from train.run import state
+from train.run import keep, state
 from train.run.loop import TrainRun
 
 
@@ -53,6 +53,27 @@ def arm(point: str) -> None:
                 die()
 
         run_files.replace_text = replacing  # type: ignore[attr-defined]
+    elif name == "keeping":  # in the middle of the n-th best weights
+        written, left = keep.save_tensors, [int(value)]
+
+        def breaking(tensors: Any, path: Path, metadata: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                path.write_bytes(b"\0" * 1000)
+                die()
+            written(tensors, path, metadata)
+
+        keep.save_tensors = breaking  # type: ignore[attr-defined]
+    elif name == "kept":  # when they are whole, and no state knows of them
+        finish, left = keep.Keeper.save, [int(value)]
+
+        def finishing(*arguments: Any) -> None:
+            finish(*arguments)
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+
+        keep.Keeper.save = finishing  # type: ignore[method-assign]
     else:
         assert name == "unexported"  # the state is published, its drafter is not
         TrainRun._export = die  # type: ignore[method-assign, assignment]

@@ -35,6 +35,7 @@ class Lora(Config):
     targets: str | list[str] = Field("all-linear", description="names of modules, in peft's format")
 
 
+TENSORBOARD: Literal["tensorboard"] = "tensorboard"  # the tracker that training installs
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -133,6 +134,13 @@ class TrainConfig(Config):
     tau_new_tokens: Length = Field(64, ge=2, description="most tokens of such an answer")
     tau_device: str | None = Field(None, description="where the target runs for tau; default: where rank 0 trains")
     tau_keep_target: bool = Field(False, description="keep the target in memory between measurements")
+    keep: Literal["best", "last"] | None = Field(
+        None, description="exported weights: those with the best tau, or the last; null: best where tau is measured"
+    )
+    patience: Amount | None = Field(None, ge=1, description="stop after this number of measurements without a gain")
+    trackers: list[Literal["tensorboard", "mlflow", "swanlab", "trackio", "wandb"]] = Field(
+        [TENSORBOARD], description="where the figures go, beside metrics.jsonl: docs/watching-training.md"
+    )
     peak_tflops: float | None = Field(None, gt=0, description="bf16 peak of one device, 1e12 FLOP/s; default: if known")
 
     @field_validator("tau_device")
@@ -141,6 +149,11 @@ class TrainConfig(Config):
         if not re.fullmatch(DEVICE, value or "cpu"):
             raise ValueError("not a device; give for example cpu, cuda, cuda:1 or null")
         return value
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the weights with the best tau are exported, and not the last ones."""
+        return self.keep == "best" or (self.keep is None and bool(self.tau_every))
 
     @property
     def computes_in(self) -> str:
@@ -244,6 +257,17 @@ class TrainConfig(Config):
         return head
 
     @model_validator(mode="after")
+    def _can_keep(self) -> Self:
+        if self.keep == "best" and not self.tau_every:
+            raise ValueError("keep: best is chosen by tau, and tau_every is null; set tau_every=500, or keep=last")
+        if self.patience is not None and not self.keeps_best:
+            raise ValueError(
+                f"patience is {self.patience}, and nothing is chosen by tau (keep: {self.keep or 'last'}, tau_every: "
+                f"{self.tau_every}); set keep=best and tau_every=500, or leave patience out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no limit given: set steps, epochs or minutes")
@@ -277,5 +301,14 @@ MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpo
 MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype", "data.disk_gb"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
 WATCHING |= {"draft_vocab"}  # of the exported drafter, unless its own LM head has this size (sizes_lm_head)
-WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}
+WATCHING |= {
+    "tau_every",
+    "tau_prompts",
+    "tau_new_tokens",
+    "tau_device",
+    "tau_keep_target",
+    "keep",
+    "patience",
+    "trackers",
+}
 FREE_ON_RESUME = {"out"} | LIMITS | MACHINE | WATCHING

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,12 +40,19 @@ from train.data.online import OnlineFeatures, as_feature_keys
 from train.data.packing import Source
 from train.preflight import estimate, memory
 from train.preflight.workload import SAMPLE, Workload, estimate_workload, store_workload
-from train.run.files import CACHE, check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
+from train.run.files import (
+    CACHE,
+    LIBRARIES,
+    check_installed,
+    check_run_disk,
+    check_run_folder,
+    run_folder_bytes,
+    trained_parameters,
+)
 from train.run.inputs import check_taps, open_inputs
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
 
-LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
 Found = TypeVar("Found")
 
 
@@ -109,7 +115,7 @@ def dry_run(config: TrainConfig, options: Namespace) -> Report:
         config = _of_a_gpu(config)
     check_folder = partial(check_run_folder, config, options.resume)
     config = report.check("run folder", check_folder, f"{config.out} can be used") or config
-    report.check("libraries", check_libraries, ", ".join(LIBRARIES))
+    report.check("libraries", lambda: check_installed(config), ", ".join(LIBRARIES))
 
     # The target, and the models beside it.
     local, missing = find_target(config)
@@ -177,13 +183,6 @@ def _check_data(
         done = f"target{'' if missing else ', tokenizer'} and exit layer are those of the features"
         report.check("target and features", partial(open_inputs, local, device="meta"), done)
     return train, heldout, compared
-
-
-def check_libraries() -> None:
-    """Raise ValueError if a library is missing, which a run imports only at its first use."""
-    missing = [name for name in LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
 
 
 def find_target(config: TrainConfig) -> tuple[TrainConfig | None, str]:

@@ -118,6 +118,8 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
         "save_every": steps + 1,
         "export_every": steps + 1,
         "tau_every": None,
+        "keep": None,
+        "patience": None,
         "weight_average": None,
     }
     # No noise, the original dialogues with all answers, and the target's distributions, which the drafter is judged by.

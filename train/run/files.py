@@ -6,13 +6,16 @@ metrics.jsonl, tensorboard/      figures by step
 summary.json, summary.png        its results (`python -m train.tools.summary` makes them again)
 cache/                           states that the target computed, with `data.disk_gb` (train/data/cache.py)
 state/step-*/, state/latest      resumable states (train/run/state.py): the newest two, `latest` names the newest
+state/best.safetensors           with `keep: best`, the weights with the best tau (train/run/keep.py)
 """
 
 import contextlib
 import fcntl
 import json
 import shutil
+from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +35,9 @@ KEPT_STATES = 2
 PACKING = 2  # version of `epoch_batches` in train/data/packing.py: raised when the same seed gives other batches
 METRICS = "metrics.jsonl"
 WEIGHTS = "target_fingerprint"  # key of run.json
+BEST = "best.safetensors"  # in state/
 CACHE = "cache"  # folder of the states that an online run keeps (train/data/cache.py)
+LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 
 
@@ -133,7 +138,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
         raise ValueError(
             f"--resume: there is no run at {run} with a saved state; start without --resume, or {states.advice()}"
         )
-    now = _by_key(config.model_dump(mode="json"))
+    now = by_key(config.model_dump(mode="json"))
     free = FREE_ON_RESUME - ({"draft_vocab"} if config.sizes_lm_head else set())
     now = {key: value for key, value in now.items() if key not in free}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
@@ -141,7 +146,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
     if "head" not in recorded:  # a run from before its keys were a group
         recorded = config.gathered(config.older | recorded)
     head = defaults(type(config.head)) | recorded["head"]
-    before = _by_key(defaults(type(config)) | config.older | recorded | {"head": head})
+    before = by_key(defaults(type(config)) | config.older | recorded | {"head": head})
     before = {key: value for key, value in before.items() if key in now}
     left = {key for key, value in now.items() if value == "auto" or (key, value) == ("head.taps", None)}
     settled = {key: before[key] for key in left & before.keys()}
@@ -182,10 +187,11 @@ def _is_dead(run: Path) -> bool:
     """True if the folder holds only a run's own files, and no state and no drafter."""
     run_files = {"state", CACHE, *FIGURES, *(f".{name}.tmp" for name in FIGURES)}
     names = {path.name for path in run.iterdir()}
-    return bool(names) and names <= run_files and all(path.name.startswith(".") for path in (run / "state").glob("*"))
+    unfinished = all(path.name == BEST or path.name.startswith(".") for path in (run / "state").glob("*"))
+    return bool(names) and names <= run_files and unfinished
 
 
-def _by_key(config: dict[str, Any]) -> dict[str, Any]:
+def by_key(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of nested groups by their dotted names."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
@@ -256,14 +262,16 @@ def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict
 
 
 def run_folder_bytes(config: TrainConfig, module: "nn.Module") -> int:
-    """Bytes of a run folder: the kept states, one being written, and the old and the new export.
+    """Bytes of a run folder: the kept states, one being written, and of exports and best weights the old and the new.
 
     A state holds weights, two moments and perhaps averaged weights in float32. An export is bf16, or the module's
-    ``export_bytes``.
+    ``export_bytes``. The best weights have the precision of the run.
     """
     count = trained_parameters(module)
     state = (12 if config.weight_average is None else 16) * count
-    return (KEPT_STATES + 1) * state + 2 * int(getattr(module, "export_bytes", 2 * count))
+    best = (4 if config.computes_in == "float32" else 2) * sum(weights.numel() for weights in module.parameters())
+    files = int(getattr(module, "export_bytes", 2 * count)) + (best if config.keeps_best else 0)
+    return (KEPT_STATES + 1) * state + 2 * files
 
 
 def trained_parameters(module: "nn.Module") -> int:
@@ -280,34 +288,56 @@ def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
     check_room(run, run_folder_bytes(config, module) - there, what, "give an `out` on another disk, or make room")
 
 
+def check_installed(config: TrainConfig) -> None:
+    """Raise ValueError if a library or a tracker is missing, which a run imports only at its first use."""
+    if missing := [name for name in LIBRARIES if find_spec(name) is None]:
+        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
+    if missing := [name for name in config.trackers if find_spec(name) is None]:
+        rest = ",".join(name for name in config.trackers if name not in missing)
+        names = ", ".join(missing)
+        raise ValueError(f"trackers: not installed: {names}; pip install {' '.join(missing)}, or trackers=[{rest}]")
+
+
 class Metrics:
-    """metrics.jsonl and TensorBoard. A resumed run first deletes the lines after its state.
+    """metrics.jsonl, TensorBoard and other trackers. A resumed run first deletes the lines after its state.
 
     The file is locked until ``close``, so that other processes see that the run is alive.
+
+    Args:
+        trackers: started objects of accelerate's tracker classes.
     """
 
-    def __init__(self, run: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, run: Path, step: int, tensorboard: bool = True, trackers: Sequence[Any] = ()) -> None:
+        self.trackers = trackers
         self.path = run / METRICS
         rows = [row for row in read_metrics(run) if row["step"] <= step]
         replace_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = self.path.open("a")
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+        self.board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Append one line; an OSError, for example of a full disk, names the file."""
         with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+        for tracker in self.trackers:
+            tracker.log(values, step=step)
 
     def close(self) -> None:
-        """Flush TensorBoard's events and unlock the file."""
+        """Unlock the file, and end the trackers' runs."""
         self._file.close()
-        self.board.close()
+        if self.board:
+            self.board.close()
+        for tracker in self.trackers:
+            tracker.finish()
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
@@ -21,6 +21,7 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     joules: float | None = 0.0
+    taus: list[tuple[int, float]] = field(default_factory=list)  # (step, tau) of the measurements after the first step
 
 
 class Limits:

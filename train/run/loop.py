@@ -19,11 +19,9 @@ from tqdm import tqdm
 from data_prep.common.progress import WITHOUT_TIME_LEFT, Bar
 from drafters.cli.program import Failure
 from drafters.common.files import replace_json
-from drafters.common.machine import hardware
-from drafters.common.paths import hub_names
 from drafters.common.threads import fit_threads
-from drafters.hub.checkpoint import HUB_NAMES
 from train.core.average import WeightAverage
+from train.core.config import TENSORBOARD
 from train.core.engine import Engine
 from train.core.runtime import Ranks, check_same_step, dtype_of, rank_device, seed_step
 from train.core.task import Task
@@ -32,11 +30,14 @@ from train.data.draft_vocab import find_frequent
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.run import files
+from train.run.describe import describe_run, provenance
 from train.run.files import Metrics, StateFolder
 from train.run.inputs import Inputs
+from train.run.keep import TAU, Keeper
 from train.run.limits import Limits, Progress
 from train.run.state import SavedState, save_state
-from train.run.summary import OWN_SHARE, answers_line, describe_answers, describe_heldout, write_summary
+from train.run.summary import OWN_SHARE, answers_line, describe_answers, write_summary
+from train.run.trackers import start_trackers
 from train.watch.energy import TrainingEnergy
 from train.watch.flops import TrainingCost, training_cost
 from train.watch.heldout import Heldout
@@ -64,8 +65,10 @@ class TrainRun:
             saved.load_weights(task.module)
         cost = training_cost(task)  # before ZeRO-3 partitions the weights
         self._start_engine()
+        self.keeper = Keeper(self.config, self.progress, ranks, self.engine.device, resumed=saved is not None)
         self._open_data(cost)
-        self.info = self._describe(arguments)
+        device, energy = self.engine.device, self.energy
+        self.info = describe_run(task, inputs, ranks, device, energy, self.trained, arguments)
         if saved:
             files.check_continues(self.config.out, self.info)
             saved.load_optimizer(self.engine, self.progress.step)
@@ -121,29 +124,6 @@ class TrainRun:
         if self.config.tau_every and self.ranks.is_first:
             self.tau = HeldoutTau(self.task, inputs.heldout, device, inputs.target)
 
-    def _describe(self, arguments: list[str]) -> dict[str, Any]:
-        """The contents of run.json."""
-        task, inputs = self.task, self.inputs
-        described = {
-            "drafter": self.config.drafter,
-            "packing": files.PACKING,
-            "ranks": self.ranks.count,
-            **files.how_to_repeat(self.config, arguments, "deepspeed", "safetensors"),
-            "data": {"train": files.describe_data(inputs.train.manifest)},
-            "heldout": describe_heldout(self.config, inputs.heldout.manifest),
-            "trained": self.trained,
-            "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
-            "energy": self.energy.how,
-            "hardware": hardware(self.engine.device),
-            HUB_NAMES: self._hub_names(),
-        }
-        return described if task.base is None else described | {"base": task.base.model_dump()}
-
-    def _hub_names(self) -> list[str]:
-        """Names in the run's records that were loaded from the Hub: of models, and of the data set."""
-        models = (getattr(self.config, key, None) for key in ("target", "init_from", "draft_model"))
-        return sorted({*hub_names(*models), *(self.inputs.train.manifest.hub_names or ())})
-
     def _open_run_folder(self, resume: bool) -> Metrics:
         self.config.out.mkdir(parents=True, exist_ok=True)
         if resume:
@@ -151,7 +131,8 @@ class TrainRun:
         else:
             files.clear_dead_run(self.config.out)
         replace_json(self.config.out / "run.json", {**self.info, "resumed_at_step": self.progress.step})
-        return Metrics(self.config.out, self.progress.step)
+        trackers = start_trackers(self.config)
+        return Metrics(self.config.out, self.progress.step, TENSORBOARD in self.config.trackers, trackers)
 
     def train(self) -> None:
         """Train from the current step to the first limit; evaluate, save and export, also at the end.
@@ -164,7 +145,8 @@ class TrainRun:
         form = None if self.limits.last_step is None else WITHOUT_TIME_LEFT
         bar = Bar(total=self.limits.last_step, initial=progress.step, disable=not self.ranks.is_first, bar_format=form)
         steps = self.meter.watch(self.data.steps(Position(progress.epoch, progress.batch)), progress.tokens)
-        finished = progress.step > 0 and self.limits.finished()  # at least one step, even in a short run
+        # At least one step, even in a short run.
+        finished = progress.step > 0 and (self.limits.finished() or self.keeper.out_of_patience())
         if finished:
             bar.write(f"{config.out} ended at step {progress.step:,} without its final files; writing them now")
             self._export()
@@ -183,10 +165,11 @@ class TrainRun:
             while not finished:
                 self._step(steps, bar)
                 finished = self.limits.finished()
-                if due(config.eval_every):
-                    self._evaluate(bar)
                 if due(config.tau_every):
                     self._measure_tau(bar)
+                    finished = finished or self.keeper.out_of_patience()
+                if due(config.eval_every):
+                    self._evaluate(bar)
                 if due(config.save_every) or due(config.export_every):
                     self.check.wait(bar.write)
                     self._check_shards()
@@ -317,27 +300,44 @@ class TrainRun:
             bar.write(answers_line(describe_answers(self.info["heldout"], figures.get(OWN_SHARE))))
 
     def _measure_tau(self, bar: Any) -> None:
-        """Measure tau by the real loop on the first rank, while the others wait; the time is taken off the clock."""
+        """Measure tau by the real loop on the first rank, while the others wait, and keep the weights if they are the
+        best; the time is taken off the clock."""
         if not self.config.tau_every:
             return
-        began = time.monotonic()
+        began, step, keeper = time.monotonic(), self.progress.step, self.keeper
         self.energy.lap()
         weights = self._weights()
-        if self.tau is not None and self.metrics is not None:
-            try:
-                figures = self.tau.figures(weights)
-                self.metrics.add(self.progress.step, figures)
-                shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_tau" in name)
-                bar.write(f"step {self.progress.step}: {shown}")
-            except (RuntimeError, ValueError, OSError) as error:
-                if self.progress.step == 0:
-                    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                        raise  # a bug: show the trace
-                    raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
-                bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
-                self.tau = None  # the run goes on
+        figures = self._tau_figures(weights, bar)
+        tau = float(self._total([figures.get(TAU, 0.0)]))  # of all ranks, which so decide the same; 0: not measured
+        if tau and step and keeper.judge(tau):
+            training = self._provenance()
+            if self.ranks.is_first:
+                keeper.save(weights, training)
+        if figures and self.metrics is not None:
+            figures |= keeper.figures()
+            self.metrics.add(step, figures)
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_tau" in name)
+            bar.write(f"step {step}: {shown}" + (f" (of step {keeper.step})" if keeper.step else ""))
+            if keeper.out_of_patience():
+                bar.write(f"step {step}: stopped, no gain in {self.config.patience} measurements (patience)")
         spent = time.monotonic() - began if self.ranks.is_first else 0.0
         self.limits.skip(float(self._total([spent])))
+
+    def _tau_figures(self, weights: dict[str, Tensor], bar: Any) -> dict[str, float]:
+        """The figures of ``weights`` on the first rank; nothing elsewhere, and after an error."""
+        if self.tau is None:
+            return {}
+        try:
+            return self.tau.figures(weights)
+        except (RuntimeError, ValueError, OSError) as error:
+            if self.progress.step == 0:
+                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                    raise  # a bug: show the trace
+                raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
+            exports = f"; step {self.keeper.step} stays the best" if self.keeper.step else ""
+            bar.write(f"warning: tau is not measured any more ({error}){exports}; {TAU_FIX}")
+            self.tau = None  # the run goes on
+            return {}
 
     def _check_finite(self, values: dict[str, float]) -> None:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
@@ -368,23 +368,17 @@ class TrainRun:
         return self.ranks.total(torch.tensor(values, dtype=torch.float64, device=self.engine.device))
 
     def _export(self) -> None:
-        """Write the drafter as it is now into the top of the run folder."""
-        self.progress.joules = self.energy.total()
-        weights = self._weights()
+        """Write the best drafter so far, or else the drafter as it is now, into the top of the run folder."""
+        kept = self.keeper.step > 0  # on all ranks or on none
+        weights, training = ({}, {}) if kept else (self._weights(), self._provenance())
         if not self.ranks.is_first:
             return
-        manifest = self.inputs.train.manifest
-        training = {
-            "data": manifest.source,
-            "features": "online" if self.config.features == "online" else "store",
-            "feature_dtype": manifest.dtype,
-            "dialogues": manifest.dialogues,
-            "steps": self.progress.step,
-            "tokens": self.progress.tokens,
-            "epochs": self.progress.epoch,
-            "minutes": round(self.progress.seconds / 60, 2),
-            "joules": self.progress.joules,
-            **{key: self.info[key] for key in ("config", "ranks", "versions", "commit", HUB_NAMES)},
-        }
+        if kept:
+            weights, training = self.keeper.load()
         target = self.inputs.ends.identity(self.config.target, self.config.revision)
         self.task.export(weights, target, training)
+
+    def _provenance(self) -> dict[str, Any]:
+        """What the training was so far, for an export; a collective."""
+        self.progress.joules = self.energy.total()
+        return provenance(self.inputs, self.progress, self.info)

@@ -23,6 +23,9 @@ def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     for axis, (title, lines, scale) in zip(axes.flat, plots, strict=True):
         _panel(axis, title, lines, rows, scale)
+    if summary["kept"]:
+        axes.flat[2].axvline(summary["kept"]["step"], color=COLORS[-1], linestyle=":", lw=1.2)
+        axes.flat[2].set_title(f"{plots[2][0]}\nkept: step {summary['kept']['step']:,}", fontsize=10)
     config, speed = summary["config"] or {}, summary["speed"]
     facts = [f"{summary['steps']:,} steps, {summary['tokens']:,} tokens"]
     facts += [f"{speed['tokens_per_second']:,.0f} tokens/s"] if speed["tokens_per_second"] else []

@@ -51,6 +51,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
     spent = next((row for row in reversed(rows) if "seconds" in row), {})
     joules, energy = spent.get("joules"), info.get("energy")
+    kept = next((row for row in reversed(rows) if "kept_tau" in row), None)
     own_share = next((row[OWN_SHARE] for row in rows if OWN_SHARE in row), None)
     if joules is None and energy is not None and energy["available"]:
         energy = {"available": False, "how": "not all of the run was counted"}
@@ -66,6 +67,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
         "heldout_answers": describe_answers(info.get("heldout") or {}, own_share),
+        "kept": kept and {"step": int(kept["kept_step"]), "tau": kept["kept_tau"]},  # the best that is exported
         "heldout": {name: _course(name, rows) for name in names if name.startswith("heldout_")},
         "speed": {
             **{name: _mean(steps, name) for name in ("tokens_per_second", "mfu", "data_wait")},

@@ -21,6 +21,7 @@ from train.core.task import make_task
 from train.data.packing import Source, TrainData
 from train.run.files import StateFolder, check_run_disk, read_object
 from train.run.inputs import open_inputs
+from train.run.keep import out_of_patience, read_best
 from train.run.loop import TrainRun
 from train.run.state import PROGRESS
 
@@ -71,11 +72,13 @@ def finished_at(config: TrainConfig, train: Source) -> int | None:
     step, seconds = int(progress.get("step", -1)), float(progress.get("seconds", -1))
     last = config.last_step(TrainData(train, config).steps_in)
     by_step, by_clock = last is not None and step >= last, config.minutes and seconds >= 60 * config.minutes
-    if not by_step and not by_clock:
+    best = read_best(config)
+    kept = best["steps"] if best else 0
+    if not by_step and not by_clock and not out_of_patience(config, progress.get("taus", []), kept):
         return None
     exported = read_object(config.out / config.provenance_file).get("training", {}).get("steps")
     summary = read_object(config.out / "summary.json")
-    whole = exported == step and (config.out / config.weights_file).is_file()
+    whole = exported == (kept or step) and (config.out / config.weights_file).is_file()
     return step if whole and summary.get("ended") == "finished" and summary.get("steps") == step else None
 
 
@@ -99,7 +102,9 @@ def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, 
     words = ["python", "-m", "eval.speed", "--config", os.path.relpath(SPEED)]
     line = shlex.join([*words, *(f"{key}={value}" for key, value in overrides.items())])
     what = "Measure it:" if here else "Measure it on a file of held-out ShareGPT dialogues or Spec-Bench questions:"
-    return f"{config.out} {done} at step {step:,}{more}\nThe drafter: {config.out}\n{what}\n  {line}"
+    best = read_best(config)
+    which = f", of step {best['steps']:,} with tau {best['best']['tau']:.3f} (keep: best)" if best else ""
+    return f"{config.out} {done} at step {step:,}{more}\nThe drafter: {config.out}{which}\n{what}\n  {line}"
 
 
 def what_is_kept(run: Path) -> str:
