@@ -48,7 +48,6 @@ def check(config: TrainConfig) -> None:
     """Raise ValueError if the target, the features, the dialogues or a library are missing, or ``out`` cannot be a
     folder."""
     check_folder(config.out)
-    check_installed(config)
     check_model(config.target, "target", config.revision)
     for key, name in config.other_models.items():
         check_model(name, key)
@@ -58,6 +57,7 @@ def check(config: TrainConfig) -> None:
     elif not Path(config.features).is_dir():
         make = "python -m data_prep.features --config F"
         raise ValueError(f"features: no folder {config.features}; make it with {make}")
+    check_installed(config)
 
 
 def parse_arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
