@@ -16,7 +16,7 @@ from drafters import generate, make_drafter
 from drafters.config import validate
 from train.configs import EagleConfig
 from train.run import training
-from train.run.files import BEST, StateFolder, check_installed, check_run_folder, read_metrics
+from train.run.files import BEST, StateFolder, check_run_folder, check_trackers, read_metrics
 from train.run.inputs import open_inputs
 from train.run.keep import read_best
 from train.watch.tau import HeldoutTau
@@ -252,7 +252,7 @@ def test_trackers_get_the_figures(learning: dict[str, Any], tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "tracked"
     config = tiny_run.read("eagle", {**learning, "out": str(out), "steps": 2, "trackers": ["trackio"]})
-    check_installed(config)
+    check_trackers(config)
     tiny_run.train_here("eagle", config.model_dump(mode="json"))
     package: Any = sys.modules.pop("trackio")
     begun, *logged, end = package.calls
@@ -268,4 +268,4 @@ def test_a_missing_tracker_is_named_before_the_training(learning: dict[str, Any]
     config = tiny_run.read("eagle", {**learning, "trackers": ["tensorboard", "swanlab", "mlflow"]})
     error = r"not installed: swanlab, mlflow; pip install swanlab mlflow, or trackers=\[tensorboard\]"
     with pytest.raises(ValueError, match=error):
-        check_installed(config)
+        check_trackers(config)

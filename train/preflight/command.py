@@ -10,7 +10,7 @@ from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import load_config
 from train.core.config import TrainConfig
-from train.run.files import check_installed, check_run_folder
+from train.run.files import check_run_folder, check_trackers
 
 
 def program(schema: type[TrainConfig], page: str | None) -> None:
@@ -45,8 +45,8 @@ def main(schema: type[TrainConfig], page: str | None, argv: list[str] | None = N
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError if the target, the features, the dialogues or a library are missing, or ``out`` cannot be a
-    folder."""
+    """Raise ValueError if the target, the features, the dialogues or a tracker's package are missing, or ``out`` cannot
+    be a folder."""
     check_folder(config.out)
     check_model(config.target, "target", config.revision)
     for key, name in config.other_models.items():
@@ -57,7 +57,7 @@ def check(config: TrainConfig) -> None:
     elif not Path(config.features).is_dir():
         make = "python -m data_prep.features --config F"
         raise ValueError(f"features: no folder {config.features}; make it with {make}")
-    check_installed(config)
+    check_trackers(config)
 
 
 def parse_arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:

@@ -292,6 +292,11 @@ def check_installed(config: TrainConfig) -> None:
     """Raise ValueError if a library or a tracker is missing, which a run imports only at its first use."""
     if missing := [name for name in LIBRARIES if find_spec(name) is None]:
         raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
+    check_trackers(config)
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raise ValueError if the package of a tracker is missing."""
     if missing := [name for name in config.trackers if find_spec(name) is None]:
         rest = ",".join(name for name in config.trackers if name not in missing)
         names = ", ".join(missing)
