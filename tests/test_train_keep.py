@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from drafters import generate, make_drafter
-from drafters.config import validate
-from train.configs import EagleConfig
 from train.run import training
 from train.run.files import BEST, StateFolder, check_run_folder, check_trackers, read_metrics
 from train.run.inputs import open_inputs
@@ -147,7 +145,7 @@ def test_killed_anywhere(learning: dict[str, Any], overfit: dict[str, Any], tmp_
     """A best that is lost, half written, or of other weights than its tau, after a kill -9."""
     rising = {**learning, "steps": 40, "tau_every": 10, "save_every": 20, "export_every": 20}
     runs = {"rising": rising, "falling": overfit}
-    points = {"rising": ("keeping:3", "kept:3", "unexported"), "falling": ("named:2",)}
+    points = {"rising": ("keeping:3", "kept:3"), "falling": ("named:2",)}
     jobs = []
     for name, values in runs.items():
         tiny_run.train_here("eagle", {**values, "out": str(tmp_path / name)})
@@ -218,7 +216,7 @@ def test_a_best_without_a_state_is_no_hindrance(learning: dict[str, Any], tmp_pa
 def test_what_a_config_cannot_ask_for(changes: dict[str, Any], error: str, tmp_path: Path) -> None:
     """A run that ends with the last weights although the best were asked for."""
     with pytest.raises(ValueError, match=error):
-        validate(EagleConfig, tiny_run.settings("t", tmp_path / "f", tmp_path, **changes), source="test")
+        tiny_run.read("eagle", tiny_run.settings("t", tmp_path / "f", tmp_path, **changes))
 
 
 def test_best_is_the_default_where_tau_is_measured(tmp_path: Path) -> None:
