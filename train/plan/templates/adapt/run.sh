@@ -15,9 +15,10 @@ if [ ! -e "$out/{{ folder }}/.done" ]; then
 fi
 {% endmacro %}
 {% set template = " --chat-template " ~ (chat_template | sh) if chat_template else "" %}
+{% set apart = '--apart-from "$out/traffic/train.jsonl" --apart-from "$out/traffic/valid.jsonl" --apart-from "$out/traffic/heldout.jsonl"' %}
 {% macro gate() %}
   python -m eval.gate --target {{ target | sh }} --drafter {{ drafter | sh }} --traffic "$out/traffic/heldout.jsonl" \
-    {{ "--guard %s " % (guard | sh) if guard }}--apart-from "$out/traffic/train.jsonl" --apart-from "$out/traffic/valid.jsonl" \
+    {{ "--guard %s " % (guard | sh) if guard }}{{ apart }} \
     --most-loss {{ most_loss }} --longest {{ longest }} --new-tokens {{ new_tokens }}{{ template }} --out "$out/gate"
 {%- endmacro %}
 {% call step("traffic", "traffic", "split the log, the newest conversations held out") %}
