@@ -72,7 +72,8 @@ def test_from_a_log_to_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     given = ["--drafter", str(head), "--target", TARGET, "--traffic", str(served(tmp_path)), "--out", str(out)]
 
     def killed(_: str, line: list[str]) -> None:
-        edit(out / "configs/eagle.yaml", epochs=None, learning_rate=1e-3, steps=30, save_every=2, tau_every=None)
+        edit(out / "configs/eagle.yaml", epochs=None, learning_rate=1e-3, steps=30, save_every=2)
+        edit(out / "configs/eagle.yaml", tau_every=15, tau_prompts=2, tau_new_tokens=8)
         edit(out / "configs/lossless.yaml", texts=16, begun=2, greedy_tokens=4, rounded=None)
         script = (out / "run.sh").read_text().replace("--new-tokens 128", "--new-tokens 12")
         (out / "run.sh").write_text(script)

@@ -169,14 +169,14 @@ def collect(parsed: argparse.Namespace, index: Index, sides: dict[str, np.ndarra
     side_of = {key: name for name, keys in sides.items() for key in keys.tolist()}
     rows = enumerate(zip(index.numbers.tolist(), index.conversations.tolist(), strict=True))
     wanted = {number: (side_of[key], key, place) for place, (number, key) in rows}
-    found: dict[str, dict[int, list[tuple[int, Served]]]] = {name: {} for name in NAMES}
+    records: dict[str, dict[int, list[tuple[int, Served]]]] = {name: {} for name in NAMES}
     for number, served in read_served(parsed.log, ReadCounts(), parsed.chat_template is not None):
         if served is not None and number in wanted:
             side, key, place = wanted[number]
-            found[side].setdefault(key, []).append((place, served))
+            records[side].setdefault(key, []).append((place, served))
     return {
         side: [[served for _, served in sorted(each, key=itemgetter(0))] for each in by_key.values()]
-        for side, by_key in found.items()
+        for side, by_key in records.items()
     }
 
 

@@ -49,9 +49,9 @@ class Ownership:
 
 def check_own(folder: Path) -> None:
     """Print the result for the store in ``folder``; raise ValueError if the answers are not the target's own."""
-    found = ownership(FeatureStore.open(folder))
-    print(found.describe(), flush=True)
-    if not found.is_own:
+    counts = ownership(FeatureStore.open(folder))
+    print(counts.describe(), flush=True)
+    if not counts.is_own:
         raise ValueError(
             f"{folder}: the answers are not this target's own: another model wrote them, another template was used, "
             "or they belong to other questions. A drafter learns the target's continuations: give the log of this "
@@ -62,16 +62,16 @@ def check_own(folder: Path) -> None:
 @torch.inference_mode()
 def ownership(store: FeatureStore) -> Ownership:
     """Test answers of dialogues spread over the store, each without its last token, which a limit may have cut."""
-    manifest, device, found = store.manifest, resolve_device(), Ownership()
+    manifest, device, counts = store.manifest, resolve_device(), Ownership()
     head = load_frozen_ends(manifest.target_name, "float32", device, manifest.target_revision).lm_head
     for index in torch.randperm(len(store), generator=torch.Generator().manual_seed(0)).tolist():
-        if found.answers >= ANSWERS or found.tokens >= TOKENS:
+        if counts.answers >= ANSWERS or counts.tokens >= TOKENS:
             break
         dialogue = store[index]
         for start, end in spans(dialogue.loss_mask):
             if start > 0 and end - 1 > start:
-                add(found, head, dialogue, start, end - 1, device)
-    return found
+                add(counts, head, dialogue, start, end - 1, device)
+    return counts
 
 
 def spans(mask: Tensor) -> list[tuple[int, int]]:
@@ -80,7 +80,7 @@ def spans(mask: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(edges.nonzero().flatten().tolist()))[::2]
 
 
-def add(found: Ownership, head: LMHead, dialogue: StoredDialogue, start: int, end: int, device: torch.device) -> None:
+def add(counts: Ownership, head: LMHead, dialogue: StoredDialogue, start: int, end: int, device: torch.device) -> None:
     """Count the answer in ``[start, end)``."""
     surprise = variance = 0.0
     for first in range(start, end, ROWS):
@@ -91,6 +91,6 @@ def add(found: Ownership, head: LMHead, dialogue: StoredDialogue, start: int, en
         entropy = -(chances * logs).sum(-1)
         surprise += float((-logs.gather(1, tokens)[:, 0] - entropy).sum())
         variance += float(((chances * logs * logs).sum(-1) - entropy**2).clamp_min(0).sum())
-        found.agreeing += int((logs.argmax(-1, keepdim=True) == tokens).sum())
-    found.answers, found.tokens = found.answers + 1, found.tokens + end - start
-    found.surprising += surprise / max(variance, LEAST_VARIANCE) ** 0.5 > SURPRISING
+        counts.agreeing += int((logs.argmax(-1, keepdim=True) == tokens).sum())
+    counts.answers, counts.tokens = counts.answers + 1, counts.tokens + end - start
+    counts.surprising += surprise / max(variance, LEAST_VARIANCE) ** 0.5 > SURPRISING

@@ -92,15 +92,14 @@ def measure(parsed: argparse.Namespace, name: str, when: str, prompts: PromptsCo
 def row(name: str, before: Read, after: Read, most_loss: float) -> Row:
     """Compare two reports; ``most_loss``: percent that tau may lose on the guard."""
     rows = compare(before, after, ["before", "after"])["rows"]
-    found: dict[str, Any] = next(each for each in rows if each["drafter"] == LABEL and each["figure"] == "tau")
-    low, high = (100 * (end - 1) for end in found["ratio_ci"])
+    tau: dict[str, Any] = next(each for each in rows if each["drafter"] == LABEL and each["figure"] == "tau")
+    low, high = (100 * (end - 1) for end in tau["ratio_ci"])
     if name == "traffic":
-        needed, passed = f"above 0, p below {ALPHA:g}", low > 0 and found["p_value"] < ALPHA
+        needed, passed = f"above 0, p below {ALPHA:g}", low > 0 and tau["p_value"] < ALPHA
     else:
         needed, passed = f"above -{most_loss:g}%", low > -most_loss
-    change = 100 * (found["ratio"] - 1)
-    tau = found["a"], found["b"]
-    return Row(name, found["prompts"], *tau, change, (low, high), found["p_value"], needed, passed)
+    change = 100 * (tau["ratio"] - 1)
+    return Row(name, tau["prompts"], tau["a"], tau["b"], change, (low, high), tau["p_value"], needed, passed)
 
 
 def shown(rows: list[Row]) -> list[str]:
