@@ -1,7 +1,7 @@
 """Choose, split and write served conversations, for data_prep.traffic.
 
-The log is read twice, line by line. The first pass keeps 44 bytes of each record (1.5 GB at its peak for 9 million), the second one the chosen dialogues,
-of at most ``MOST_BYTES`` of text.
+The log is read twice, line by line. The first pass keeps 44 bytes of each record, at its peak 1.5 GB for 9 million. The
+second one keeps the chosen dialogues, of at most ``MOST_BYTES`` of text.
 """
 
 import argparse
