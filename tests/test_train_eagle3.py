@@ -19,7 +19,7 @@ from drafters.layouts.export import export
 from train.core.task import make_task
 from train.core.weights import draft_with
 from train.data.packing import collate
-from train.run.files import check_run_folder
+from train.run.files import check_run_folder, read_metrics
 from train.run.inputs import open_inputs
 
 TAPS = (tiny_run.TAP,)
@@ -122,6 +122,17 @@ def chain(task: Any, batch: Any, first: int, start: int, steps: int) -> Tensor:
     return head.lm_head(head.scored(predicted))[0, 0]
 
 
+def test_later_steps_begin_late(settings: dict[str, Any]) -> None:
+    """Catches steps behind the first that are trained from the beginning or never, held-out figures of fewer steps, and
+    a cost that counts steps that were not run."""
+    run = tiny_run.train_here("eagle3", settings | {"steps": 4, "warmup_steps": 0, "log_every": 1, "ttt_from": 0.5})
+    rows = [row for row in read_metrics(Path(settings["out"])) if "loss" in row]
+    assert ["step_2_loss" in row for row in rows] == [False, False, True, True]
+    assert {"heldout_step_2_top1"} <= {key for row in read_metrics(Path(settings["out"])) for key in row}
+    whole, first = run.meter.costs
+    assert first.token < whole.token / 2.9 and run.task.passes_of(seed=None) == 3
+
+
 def test_a_head_to_begin_with(settings: dict[str, Any], target: TargetModel) -> None:
     """Catches a warm start that draws another list of draft tokens for the LM head's rows, or other norms."""
     first = settings | {"draft_vocab": 60, "steps": 2}
@@ -178,6 +189,7 @@ def test_an_imported_head_to_begin_with(settings: dict[str, Any], target: Target
         ({"top_k_weight": 1e300}, r"top_k_weight: give 0, or a number from 0.000001 to 1,000,000: .*\(found 1e\+300\)"),
         ({"lk_eta": 1e300}, "lk_eta: Input should be less"),
         ({"tap_layers": [3, 2]}, r"taps are not in ascending order; give \[2, 3\]"),
+        ({"ttt_from": 1.0}, "ttt_from: Input should be less than 1"),
         ({"sliding_window": 3}, r"sliding_window is 3, and a chain of ttt_steps=3 .* set sliding_window=4"),
     ],
 )

@@ -205,9 +205,9 @@ def test_rates_and_times_by_hand(settings: dict[str, Any]) -> None:
     for schedule, share in (("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)):
         config = tiny_run.read("eagle", values | {"schedule": schedule})
         limits = Limits(config, progress, 10, ALONE, torch.device("cpu"))
-        assert limits.learning_rate() == pytest.approx(0.5 * share)
+        assert limits.learning_rate(limits.done()) == pytest.approx(0.5 * share)
         assert limits.time_left() == "00:20" and limits.text() == " of 10, 0.5 of 2 minutes"
         progress.seconds = 105.0  # then the clock is nearer to its end: an eighth of the time is left
         late = {"cosine": 0.5 + 0.5 * math.cos(7 / 8 * math.pi), "linear": 1 / 8, "constant": 1.0}[schedule]
-        assert limits.learning_rate() == pytest.approx(0.5 * late) and limits.time_left() == "00:15"
+        assert limits.learning_rate(limits.done()) == pytest.approx(0.5 * late) and limits.time_left() == "00:15"
         progress.seconds = 30.0

@@ -115,12 +115,12 @@ class EagleTask(UnrolledTask):
         if self.config.mask_alignment == "shifted":
             return super().rows(batch, seed)
         followed = batch.shifted(batch.loss_mask.new_ones(batch.loss_mask.shape), 1)
-        return self.reached(batch, (batch.loss_mask & followed).flatten().nonzero().squeeze(1))
+        return self.reached(batch, (batch.loss_mask & followed).flatten().nonzero().squeeze(1), seed)
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         if self.passes == 1 or seed is None:
             return super().pairs(module, batch, seed)
-        predictions = self.chains(module, self.with_noise(batch, seed))
+        predictions = self.chains(module, self.with_noise(batch, seed), seed)
         return Pairs(predictions, target_states(batch, self.ahead).flatten(0, 1)[batch.rows])
 
     def with_noise(self, batch: Batch, seed: int) -> Batch:

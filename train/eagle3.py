@@ -42,6 +42,7 @@ class Eagle3Task(UnrolledTask):
     L     = sum_n w^n CrossEntropy(p_{i+n+2}, q^n_i),  w = step_decay, or the config's classification_loss
 
     The gradient flows through what is fed back. Positions whose likeliest token is no draft token are left out.
+    Until ``ttt_from`` of the run is behind, only the first step is trained, which sees several times the positions.
     """
 
     schema: ClassVar[type[Eagle3Config]] = Eagle3Config
@@ -64,11 +65,11 @@ class Eagle3Task(UnrolledTask):
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
-        return Pairs(self.chains(module, batch), targets, self.weights(targets))
+        return Pairs(self.chains(module, batch, seed), targets, self.weights(targets, self.passes_of(seed)))
 
-    def weights(self, targets: Tensor) -> Tensor:
-        """``[S, n]``: step_decay ^ step, and 0 where the target's likeliest token is no draft token."""
-        decay = self.config.step_decay ** torch.arange(self.passes, device=targets.device, dtype=torch.float32)
+    def weights(self, targets: Tensor, passes: int) -> Tensor:
+        """``[passes, n]``: step_decay ^ step, and 0 where the target's likeliest token is no draft token."""
+        decay = self.config.step_decay ** torch.arange(passes, device=targets.device, dtype=torch.float32)
         drafted = targets.new_ones(len(targets), dtype=torch.float32)
         if self.heads.ids is not None and self.config.mask_uncovered:
             drafted = torch.isin(self.heads.first_choice(targets), self.heads.ids.to(targets.device)).float()

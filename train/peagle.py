@@ -29,6 +29,7 @@ class PEagleConfig(Eagle3Config):
 
     head: PEagleShape
     ttt_steps: int = Field(1, ge=1, le=1, description="not of this head: its depths are trained")
+    ttt_from: float = Field(0.0, ge=0, le=0, description="not of this head")
     step_decay: float = Field(1.0, ge=0.01, le=1, description="weight of a depth's loss, as a share of the one before")
     down_sample_ratio: float = Field(0.7, gt=0, le=1, description="share of a depth's positions that train the next")
     down_sample_ratio_min: float = Field(0.2, ge=0, le=1, description="share of all positions that train every depth")
@@ -83,7 +84,7 @@ class PEagleTask(Eagle3Task):
         states = enumerate(self.depths(module, batch))
         predictions = [self.scored(each.flatten(0, 1)[batch.rows - d]) for d, each in states]
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
-        weights = self.weights(targets)
+        weights = self.weights(targets, self.passes)
         if seed is not None:
             weights = weights * self.sampled(batch, seed)
         return Pairs(torch.stack(predictions), targets, weights)

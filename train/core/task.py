@@ -65,6 +65,7 @@ class Task(ABC):
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
         block_rows, slots: of a block drafter, the rows of a block, and those that predict.
         reach: tokens before a block that it attends to; None: all.
+        done: share of the run that is behind; the loop sets it before each step, and elsewhere it is 1.
         base: with the config's ``lora``, the drafter that the adapter is for.
         head: the shape of the trained head; where ``init_from`` has layers of other sizes than the target, with those.
     """
@@ -81,6 +82,7 @@ class Task(ABC):
     reach: int | None = None
     slots = 1
     base: BaseHead | None = None
+    done = 1.0
     config: TrainConfig
     module: nn.Module
 
@@ -99,6 +101,11 @@ class Task(ABC):
     def of(cls, config: TrainConfig) -> type[Task]:
         """This class, or a subclass for such a config."""
         return cls
+
+    @property
+    def first_alone(self) -> bool:
+        """Whether training has not come to the passes behind the first."""
+        return self.done < getattr(self.config, "ttt_from", 0.0)
 
     # ------------------------------------------------------------------------------------------- the module
 

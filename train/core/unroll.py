@@ -35,6 +35,10 @@ class UnrolledTask(Task):
     token_shift: int = 1
     detach: ClassVar[bool] = True
 
+    def passes_of(self, seed: int | None) -> int:
+        """Steps of a micro-batch; held-out text, whose ``seed`` is None, always has all."""
+        return 1 if seed is not None and self.first_alone else self.passes
+
     def features(self, batch: Batch) -> Tensor:
         """What step 0 reads: ``[R, L, H]``."""
         return batch.features
@@ -44,17 +48,16 @@ class UnrolledTask(Task):
         return outputs
 
     def rows(self, batch: Batch, seed: int | None = None) -> Tensor:
-        return self.reached(batch, super().rows(batch, seed))
+        return self.reached(batch, super().rows(batch, seed), seed)
 
-    def reached(self, batch: Batch, rows: Tensor) -> Tensor:
+    def reached(self, batch: Batch, rows: Tensor, seed: int | None) -> Tensor:
         """Those of ``rows`` that chains of all steps reach."""
-        return rows[batch.position_ids.flatten()[rows] >= self.passes - 1]
+        return rows[batch.position_ids.flatten()[rows] >= self.passes_of(seed) - 1]
 
-    def chains(self, module: Any, batch: Batch) -> Tensor:
+    def chains(self, module: Any, batch: Batch, seed: int | None) -> Tensor:
         """The predictions of all steps about the tokens of ``batch.rows``: ``[S, n, H]``."""
-        steps = unrolled(
-            module, self.ends.embed, batch, self.passes, self.token_shift, self.features(batch), self.detach
-        )
+        features, count = self.features(batch), self.passes_of(seed)
+        steps = unrolled(module, self.ends.embed, batch, count, self.token_shift, features, self.detach)
         return torch.stack([self.scored(each.flatten(0, 1)[batch.rows - n]) for n, each in enumerate(steps)])
 
 

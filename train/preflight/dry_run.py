@@ -352,16 +352,19 @@ def add_time(
     workload: Workload, options: Namespace,
 ) -> None:  # fmt: skip
     """Add the hours of training and, without a store, of the target's pass over the data."""
-    target, cost, share = task.ends.config, training_cost(task), workload.trained / workload.tokens
+    target, share = task.ends.config, workload.trained / workload.tokens
     every = workload.lengths or lengths[:1]
-    flops = cost.of(every, task.most_rows([round(share * length) for length in every])[1]) / sum(every)
+    rows = task.most_rows([round(share * length) for length in every])[1]
+    whole, first = (training_cost(task, passes).of(every, rows) / sum(every) for passes in (None, 1))
+    alone = getattr(config, "ttt_from", 0.0)  # share of the steps with one pass
+    flops = alone * first + (1 - alone) * whole
     device: Any = options.device or resolve_device()
     peak = config.peak_tflops or peak_tflops(device)
     assumed = (peak or 0.0) * 1e12 * options.mfu * options.ranks  # FLOP/s
     if options.tokens_per_second:
         rate, how = options.tokens_per_second, "as given"
     elif options.measure and sum(report.memory.values()) <= free_memory(resolve_device()):
-        rate = estimate.measured_rate(config, target, lengths, share) * options.ranks
+        rate = estimate.measured_rate(config, target, lengths, share) * options.ranks * whole / flops
         how = "measured here without DeepSpeed"
     elif peak:
         rate = assumed / flops

@@ -61,19 +61,24 @@ class Limits:
             self.progress.seconds = max(self.progress.seconds, 60 * self.config.minutes)
         return ended
 
-    def learning_rate(self) -> float:
-        """Linear warm-up from 0, then the schedule over the rest of steps, epochs or minutes."""
+    def done(self) -> float:
+        """Share of the steps, epochs or minutes that is behind, without the warm-up; a collective."""
         config, progress = self.config, self.progress
-        warm = min(1.0, (progress.step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-        if config.schedule == "constant" or warm < 1.0:
-            return config.learning_rate * warm
         by_step = by_clock = 0.0
         if self.last_step is not None:
             by_step = (progress.step - config.warmup_steps) / max(1, self.last_step - config.warmup_steps)
         if config.minutes:
             by_clock = progress.seconds / (60 * config.minutes)
             by_clock = self._total(by_clock) / self._ranks.count if self._ranks.count > 1 else by_clock
-        done = min(1.0, max(0.0, by_step, by_clock))
+        return min(1.0, max(0.0, by_step, by_clock))
+
+    def learning_rate(self, done: float) -> float:
+        """Linear warm-up from 0, then the schedule over the rest of the run, of which ``done`` is behind."""
+        config, step = self.config, self.progress.step
+        if step + 1 < config.warmup_steps:
+            return config.learning_rate * (step + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return config.learning_rate
         left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
         return config.learning_rate * left
 

@@ -63,10 +63,11 @@ class TrainRun:
         self._first_weights(resumed=saved is not None)
         if saved:
             saved.load_weights(task.module)
-        cost = training_cost(task)  # before ZeRO-3 partitions the weights
+        # Of all passes and of the first alone; before ZeRO-3 partitions the weights.
+        costs = training_cost(task), training_cost(task, 1)
         self._start_engine()
         self.keeper = Keeper(self.config, self.progress, ranks, self.engine.device, resumed=saved is not None)
-        self._open_data(cost)
+        self._open_data(costs)
         device, energy = self.engine.device, self.energy
         self.info = describe_run(task, inputs, ranks, device, energy, self.trained, arguments)
         if saved:
@@ -105,7 +106,7 @@ class TrainRun:
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
         check_same_step(self.ranks, self.progress.step, self.engine.device)
 
-    def _open_data(self, cost: TrainingCost) -> None:
+    def _open_data(self, costs: tuple[TrainingCost, TrainingCost]) -> None:
         """The training batches, the held-out text, the check of both stores' files, and what measures the run."""
         inputs, device = self.inputs, self.engine.device
         stores = [inputs.train, inputs.heldout] if self.config.verify else []
@@ -118,7 +119,7 @@ class TrainRun:
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, self.ranks)
         everywhere = range(len(inputs.heldout))  # the prompts of tau are spread over the store
         self.check.first_read(inputs.heldout, everywhere if self.config.tau_every else self.heldout.dialogues)
-        self.meter = Meter(self.task, cost, device)
+        self.meter = Meter(self.task, costs, device)
         self.energy = TrainingEnergy(device, self.ranks, self.progress.joules)
         self.tau: HeldoutTau | None = None
         if self.config.tau_every and self.ranks.is_first:
@@ -206,7 +207,8 @@ class TrainRun:
         data = next(steps)
         progress, engine = self.progress, self.engine
         seed_step(self.config.seed, progress.step, self.ranks)
-        rate = self.limits.learning_rate()
+        self.task.done = self.limits.done()
+        rate = self.limits.learning_rate(self.task.done)
 
         # The trained positions: counted before the first loss, so that its gradient has the right scale at once.
         random_seed = self.config.seed * 1_000_003 + data.epoch  # of noise

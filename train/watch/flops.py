@@ -60,9 +60,9 @@ class BlockCost(TrainingCost):
         return self.token * tokens + (self.row + self.pair * seen) * rows
 
 
-def training_cost(task: Task) -> TrainingCost:
+def training_cost(task: Task, passes: int | None = None) -> TrainingCost:
     """The cost of a task's module, by the shapes of its weights: on any device, also meta, before ZeRO-3
-    partitions them."""
+    partitions them. ``passes``: fewer than the task has."""
     config = task.layers_config
     every = task.module.named_parameters()
     matrices = {name: weights for name, weights in every if weights.dim() == 2 and name not in task.lm_heads}
@@ -78,9 +78,9 @@ def training_cost(task: Task) -> TrainingCost:
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
     if task.block_rows is not None:
         return block_cost(task, matrices, pair)
-    steps = task.passes
+    steps = passes or task.passes
     own_keys = pair * (steps * (steps - 1) // 2)  # step n sees n more keys, those of its own chain
-    return TrainingCost(steps * token + own_keys, steps * pair, row_flops(task))
+    return TrainingCost(steps * token + own_keys, steps * pair, row_flops(task, passes))
 
 
 def block_cost(task: Task, matrices: Mapping[str, Tensor], pair: int) -> BlockCost:
@@ -94,14 +94,14 @@ def block_cost(task: Task, matrices: Mapping[str, Tensor], pair: int) -> BlockCo
     return BlockCost(sum(context.values()) + sum(both.values()), round(share * pair), of_slot)
 
 
-def row_flops(task: Task) -> int:
-    """FLOPs of the LM heads for one trained position.
+def row_flops(task: Task, predictions: int | None = None) -> int:
+    """FLOPs of the LM heads for one trained position; ``predictions``: fewer than the task has.
 
     The target's logits; for each prediction its logits, their gradient by the prediction and, of an LM head that is
     trained, the gradient of its weights.
     """
     target = task.heads.target
-    heads = [task.heads.own_of(number) or target for number in range(task.predictions)]
+    heads = [task.heads.own_of(number) or target for number in range(predictions or task.predictions)]
     numbers = task.against_logits * target.in_features
     numbers += sum((2 + head.weight.requires_grad) * head.in_features for head in heads)
     return 2 * (task.config.loss_tokens or target.out_features) * int(numbers)

@@ -20,8 +20,8 @@ class Meter:
     first rank logs; its figures represent all ranks, because the data is split evenly by tokens.
     """
 
-    def __init__(self, task: Task, cost: TrainingCost, device: torch.device) -> None:
-        self.cost, self.device = cost, device
+    def __init__(self, task: Task, costs: tuple[TrainingCost, TrainingCost], device: torch.device) -> None:
+        self.task, self.costs, self.device = task, costs, device
         self.peak = task.config.peak_tflops or peak_tflops(device)
         self._began, self._tokens_before = 0.0, 0
         self._clear()
@@ -39,7 +39,8 @@ class Meter:
     def step_done(self, batches: list[Batch]) -> None:
         """Count the step that ``watch`` gave last, which trained on ``batches``."""
         rows = sum(len(batch.rows) for batch in batches)
-        self._flops += self.cost.of([span.length for batch in batches for span in batch.spans], rows)
+        cost = self.costs[self.task.first_alone]
+        self._flops += cost.of([span.length for batch in batches for span in batch.spans], rows)
         self._seconds += time.monotonic() - self._began
 
     def figures(self, tokens: int) -> dict[str, float]:
