@@ -136,10 +136,7 @@ class Drafter:
         raise NotImplementedError(f"{self.name} cannot go back")
 
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        """Update caches and pools after a committed step that was not the last; ``output`` holds [root, nodes].
-
-        Another drafter's nodes may follow the nodes of ``draft`` (hybrid): see ``Verdict.own_rows``.
-        """
+        """Update caches and pools after a committed step that was not the last; ``output`` holds [root, nodes]."""
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
         """As ``observe``, for a step that another drafter drafted.

@@ -2,23 +2,20 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import conformance
 import pytest
-import torch
 from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from rigged import Cycling, auto_eagle, by_length, dflash, dspark, eagle, eagle3, goes_by, medusa, perturbed
+from rigged import Cycling, auto_eagle, by_length, dflash, dspark, eagle, eagle3, goes_by, perturbed
 from test_eagle import check_draft
 from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.config import UNSHIFTED
-from drafters.drafting.one_tree import overlaps, with_copies
-from drafters.drafting.retrieval import NOTHING, Copy
+from drafters.drafting.retrieval import Copy
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter
@@ -34,21 +31,17 @@ def costs(row: float) -> Costs:
     return Costs(Curve((1, 2), (1.0, 1.0 + row)), first=0.1, level=0.1, row=0.0)
 
 
-def hybrid(
-    target: TargetModel, head: Drafter, lookup: Drafter | None = None, row: float = 0.01, one_tree: bool = False
-) -> HybridDrafter:
+def hybrid(target: TargetModel, head: Drafter, lookup: Drafter | None = None, row: float = 0.01) -> HybridDrafter:
     """One that chooses by these costs."""
     lookup = lookup or Primed.from_options(target, gamma=5)
-    drafter = HybridDrafter.from_options(target, head=head, lookup=lookup, one_tree=one_tree)
+    drafter = HybridDrafter.from_options(target, head=head, lookup=lookup)
     goes_by(drafter, costs(row))
     return drafter
 
 
-def by_match(
-    target: TargetModel, head: Drafter, lookup: Drafter | None = None, match: int = 3, one_tree: bool = False
-) -> HybridDrafter:
+def by_match(target: TargetModel, head: Drafter, lookup: Drafter | None = None, match: int = 3) -> HybridDrafter:
     lookup = lookup or Primed.from_options(target, gamma=3)
-    return HybridDrafter.from_options(target, head=head, lookup=lookup, match=match, one_tree=one_tree)
+    return HybridDrafter.from_options(target, head=head, lookup=lookup, match=match)
 
 
 TestHybrid = conformance.suite(
@@ -58,10 +51,6 @@ TestHybrid = conformance.suite(
 TestByMatch = conformance.brief(
     lambda t: by_match(t, eagle(t, 0.4, "static")), accepts="some", longest_draft=5, families=("llama", "qwen3")
 )
-TestOneTree = conformance.brief(
-    lambda t: by_match(t, eagle(t, 0.4, "static"), match=1, one_tree=True), accepts="some", longest_draft=5,
-    families=("mistral-sliding",),
-)  # fmt: skip
 
 
 class Spoilt(PromptLookupDrafter):
@@ -113,75 +102,17 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
     assert deviation(hybrid(target, head, lookup), WARPS[warp], tokens=2_000) < LIMIT
 
 
-@pytest.mark.parametrize("one_tree", [False, True])
-def test_an_eagle_head_sampled(one_tree: bool) -> None:
-    """Catches a head's tree verified as a copy is, and a copy beside it that is drawn where the head's is refused."""
+def test_an_eagle_head_sampled() -> None:
+    """Catches a head's tree verified as a copy is."""
     target = toy()
-    drafter = by_match(target, eagle(target, 0.6, "static"), match=1 if one_tree else 2, one_tree=one_tree)
+    drafter = by_match(target, eagle(target, 0.6, "static"), match=2)
     assert deviation(drafter, WARPS[0], tokens=1_500) < LIMIT
-
-
-TREE = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), [-1, -1, 0])  # 5 (then 7) and 6
-
-
-def test_one_tree_by_hand() -> None:
-    """Catches a copy that is not merged with what the head drafted, one below another node, rows that change their
-    number, a sampled node's q given to a copied one, levels at which verification stops, filling that is accepted."""
-    copy = Copy([5, 7, 8, 9, 4], [-1, 0, 1, 2, -1], [0.5] * 5, 3)
-    held = overlaps(TREE, [copy])
-    assert held == [{0: 0, 1: 2}]
-    whole = with_copies(TREE, [copy], held, [[4, 3, 2]])
-    assert whole.tokens.tolist() == [[5, 6, 7, 8, 9, 4]] and whole.parents.tolist() == [[-1, -1, 0, 2, 3, -1]]
-    assert whole.valid is None and len(whole.levels) == 4 and whole.ancestors()[0, 5].tolist() == [1, 1, 0, 1, 1, 1, 0]
-    q = torch.ones(1, 1, 10) / 10
-    drawn = DraftTree.from_parents(TREE.tokens, [-1, -1, 0], q=q, q_row=[0, 0, -1])
-    sampled = with_copies(drawn, [copy], held, [[2]])
-    assert sampled.q is q and sampled.q_row is not None and sampled.q_row.tolist() == [[0, 0, -1, -1]]
-    assert sampled.levels == (2, 0, 0)
-    chain = DraftTree.chain(torch.tensor([[5, 7]]))
-    assert with_copies(chain, [copy], overlaps(chain, [copy]), [[2, 3]]).is_chain
-    rows = replace(TREE, tokens=TREE.tokens.expand(2, -1), parents=TREE.parents.expand(2, -1), see=None)
-    both = with_copies(rows, [copy, NOTHING], [held[0], {}], [[2], []])
-    assert both.valid is not None and both.valid.tolist() == [[True] * 4, [True] * 3 + [False]]
-    assert both.parents.tolist()[0] == [-1, -1, 0, 2]
-    alone = with_copies(DraftTree.empty(1, torch.device("cpu")), [copy], [{}], [[4, 0]])
-    assert alone.tokens.tolist() == [[5, 4]] and with_copies(TREE, [copy], held, [[]]) is TREE
 
 
 def cache_of(drafter: Any) -> KVCache:
     """The cache of a draft model, or of a head."""
     found: KVCache = drafter._cache if hasattr(drafter, "_cache") else drafter.head.cache
     return found
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kind", ["eagle", "auto", "speculative", "medusa"])
-def test_a_head_learns_of_its_own_rows_alone(kind: str, rows: int) -> None:
-    """Catches a head that takes an accepted copy for a candidate of its own, or for tokens that its cache holds."""
-    target = target_of("llama")
-    heads: dict[str, Callable[[], Any]] = {
-        "eagle": lambda: eagle(target, None, "static"),
-        "auto": lambda: auto_eagle(target, None, costs(0.01)),
-        "speculative": lambda: by_length("speculative", target, draft_model=perturbed(target, 0.3)),
-        "medusa": lambda: medusa(target, None, "static", nodes=6),
-    }
-    head = heads[kind]()
-    drafter = by_match(target, head, Primed.from_options(target, gamma=4), match=1, one_tree=True)
-    observe, beyond = head.observe, []
-
-    def checked(state: DecodeState, draft: DraftTree, output: Any, verdict: Any) -> None:
-        observe(state, draft, output, verdict)
-        for row, path in enumerate(verdict.rows):
-            beyond.append(any(place > draft.size for place in path))
-            if kind == "speculative" and not state.finished[row]:
-                own, known = verdict.own_rows(row, draft.size), cache_of(head).lengths[row]
-                assert known <= len(state.tokens[row]) - len(path) + len(own) - 1
-
-    with mock.patch.object(head, "observe", checked):
-        prompts = [prompt(9 + 4 * row) for row in range(rows)]
-        found = generate(target, drafter, prompts, max_new_tokens=24, eos_token_id=NO_EOS)
-    assert conformance.rows_of(found) == [conformance.plain_greedy(target, ids, 24) for ids in prompts]
-    assert any(beyond)
 
 
 @pytest.mark.parametrize("match", [3, "auto"])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from distribution import LIMIT, deviation, toy
 from rigged import Cycling, auto_eagle, dflash, dflash2, dspark, eagle, eagle3, medusa
-from test_hybrid import by_match
 
 from drafters import Drafter, TargetModel
 from drafters.heads.kangaroo.module import KangarooAdapter
@@ -19,7 +18,6 @@ from drafters.heads.kangaroo.shape import KangarooShape
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
-from drafters.methods.prompt_lookup import PromptLookupDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.draft_head import DraftHead
 
@@ -53,14 +51,11 @@ MAKERS: dict[str, Callable[[TargetModel], Any]] = {
     "dflash auto": lambda t: cycling(dflash(t, None, "auto", **TOY)),
     "dspark tree": lambda t: dspark(t, None, "tree", nodes=9, top_k=3, **TOY),
     "dspark auto": lambda t: cycling(dspark(t, None, "auto", **TOY)),
-    "hybrid, one tree": lambda t: by_match(
-        t, eagle(t, None, "static", paths=PATHS), PromptLookupDrafter.from_options(t, gamma=3), match=1, one_tree=True
-    ),
     "dflash2 auto": lambda t: cycling(dflash2(t, None, "auto", **TOY, **FEW)),
 }
 
 
-@pytest.mark.parametrize(("name", "cut"), [(name, number % 2) for number, name in enumerate(MAKERS)])
+@pytest.mark.parametrize(("name", "cut"), [(name, n % 2 * ("auto" not in name)) for n, name in enumerate(MAKERS)])
 def test_output_is_distributed_as_the_targets(name: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches accepted nodes outside of q's support, and trials with a q that is not cut as the draws were."""
     call, target = DraftHead.__call__, toy()

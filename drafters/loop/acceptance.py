@@ -41,10 +41,6 @@ class Verdict:
     tokens: list[list[int]]
     depths: list[int]
 
-    def own_rows(self, row: int, size: int) -> list[int]:
-        """Return the accepted rows among [root, first ``size`` nodes]: a drafter's own, before those of another one."""
-        return [accepted for accepted in self.rows[row] if accepted <= size]
-
 
 def verify_greedy(
     draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None

@@ -4,14 +4,12 @@ The paper decides by a threshold on the copy's score. ``match: auto`` decides by
 rate at which similar copies were right and from the acceptance of the head's drafts.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, InstanceOf
 
 from drafters.base import Drafter
 from drafters.config import Config, Length
-from drafters.drafting.one_tree import overlaps, with_copies
 from drafters.drafting.retrieval import NOTHING, Copy, Retrieval, draft_of
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -31,8 +29,6 @@ class HybridOptions(Config):
     ``lookup``: the retrieval drafter and its options; by default prompt lookup of 16 tokens and matches of up to 8.
     ``match``: least length in tokens of a match to copy from; auto copies where, and as many tokens as, that is
     more profitable than the head's draft. A batch copies if half of its unfinished sequences have such a match.
-    ``one_tree``: append the copy to the head's draft and verify both in one forward. With a number for ``match``, the
-    head then drafts every step; with auto, it drafts unless the copy is more profitable without the head's draft.
 
     ``head`` and ``lookup`` may also be drafters built for the same target.
     """
@@ -40,14 +36,12 @@ class HybridOptions(Config):
     head: InstanceOf[Drafter] | dict[str, Any]
     lookup: InstanceOf[Drafter] | dict[str, Any] = Field(default_factory=lambda: dict(LOOKUP))
     match: Annotated[Length, Field(ge=1)] | Literal["auto"] = "auto"
-    one_tree: bool = False
 
 
 class HybridDrafter(Drafter):
     """Drafts each step by the retrieval drafter or by the head. All sequences of a batch copy, or none.
 
     The choice depends only on the text before the step, so it is lossless if both drafters are.
-    ``drafting/one_tree.py`` explains why one tree of both is lossless, too.
 
     Raises:
         ValueError: ``lookup`` is no retrieval drafter; ``head`` must draft every step itself, or has a fixed shape with
@@ -61,21 +55,18 @@ class HybridDrafter(Drafter):
     def __init__(self, target: TargetModel, options: HybridOptions) -> None:
         super().__init__(target, options)
         self.head, self.match = inner_drafter(options.head, target), options.match
-        self.one_tree = options.one_tree
         self.lookup = _copying(inner_drafter(options.lookup, target))
         self.parts = self.head, self.lookup
         _check(self.head, self.match)
         most = [one.max_batch for one in (self.head, self.lookup) if one.max_batch is not None]
         self.max_batch = min(most, default=None)  # type: ignore[misc]
-        sizes = self.head.max_draft, self.lookup.max_draft
-        self.max_draft = sum(sizes) if self.one_tree else max(sizes)
+        self.max_draft = max(self.head.max_draft, self.lookup.max_draft)
         self.max_context = min(self.head.max_context, self.lookup.max_context)
         self.taps = self.head.taps
         self.remembers = self.head.remembers or self.lookup.remembers
         self.policy: CopyPolicy | None = CopyPolicy() if self.match == "auto" else None
         self._copies: list[Copy] = []  # of the latest step, before the policy cut them
         self._head_drafted = False
-        self._own: DraftTree  # the head's part of its latest draft
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
@@ -91,39 +82,18 @@ class HybridDrafter(Drafter):
         if self.policy is not None:
             assert isinstance(self.head.policy, ShapePolicy)  # _check has refused others
             copies = self.policy.select(self._copies, state, other=self.head.policy.outlook(state))
-            copied = any(copy.tokens for copy in copies)
         else:
             copies = _matching(self._copies, state.finished.count(False), self.match)
-            copied = any(copy.tokens for copy in copies) and not self.one_tree
-        self._head_drafted = not copied
-        if copied:
-            draft = draft_of(copies, self.target.device)
-            draft.extra.source = self.lookup.name
-            return draft
-        self._own = self.head.propose(state)
-        draft = replace(self._own, extra=replace(self._own.extra, source=self.head.name))
-        if not self.one_tree:
-            return draft
-        return self._with_copies(state, draft, copies if self.policy is None else self._copies)
-
-    def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Copy]) -> DraftTree:
-        """Append nodes of the copies to the head's draft: the profitable ones, or all of ``copies``."""
-        overlap = overlaps(draft, copies)
-        if self.policy is not None:
-            chosen = self.policy.beside(copies, overlap, draft.size, state)
-        else:
-            pairs = zip(copies, overlap, strict=True)
-            chosen = [[node for node in range(len(copy.tokens)) if node not in shared] for copy, shared in pairs]
-        whole = with_copies(draft, copies, overlap, chosen)
-        if whole is not draft:
-            whole.extra = replace(draft.extra, source=f"{self.head.name} and {self.lookup.name}")
-        return whole
+        self._head_drafted = not any(copy.tokens for copy in copies)
+        draft = self.head.propose(state) if self._head_drafted else draft_of(copies, self.target.device)
+        draft.extra.source = self.head.name if self._head_drafted else self.lookup.name
+        return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.policy is not None:
             self.policy.learn(self._copies, verdict)
         if self._head_drafted:
-            self.head.observe(state, self._own, output, verdict)
+            self.head.observe(state, draft, output, verdict)
         else:
             self.head.follow(state, output, verdict)
         self.lookup.follow(state, output, verdict)

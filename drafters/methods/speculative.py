@@ -66,9 +66,8 @@ class SpeculativeDrafter(DraftModelDrafter):
         return DraftTree.chain(torch.cat(tokens, 1), q=self.lm_head.spread(torch.stack(q, 1)) if q else None)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        right = [max(len(verdict.own_rows(row, draft.size)) - 1, 0) for row in range(state.batch)]
-        rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
-        self._cache.crop([min(known, len(tokens) - max(len(path) - count, 1)) for known, tokens, path, count in rows])
+        texts = zip(self._cache.lengths, state.tokens, strict=True)
+        self._cache.crop([min(known, len(tokens) - 1) for known, tokens in texts])
         if self.policy is not None and draft.size:
             self.policy.learn(chain_plan(draft.size, self.target.device), draft.size, state, verdict)
 

@@ -14,7 +14,6 @@ import torch
 
 from drafters.base import Drafter, Expected
 from drafters.config import Config
-from drafters.drafting.one_tree import Overlap
 from drafters.drafting.retrieval import NOTHING, Copy, part_of
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
@@ -124,26 +123,6 @@ class CopyPolicy:
             return [NOTHING] * len(copies)
         pairs = zip(copies, ordered, strict=True)
         return [part_of(copy, sorted(node for _, node in nodes[:count])) for copy, nodes in pairs]
-
-    def beside(self, copies: list[Copy], overlap: list[Overlap], size: int, state: "DecodeState") -> list[list[int]]:
-        """Nodes of each copy that are profitable beside a head's draft of ``size`` nodes (hybrid ``one_tree``).
-
-        Args:
-            overlap: nodes of each copy that the draft has already.
-        """
-        curve, pace = self._curve(state), self._tokens / self._time
-        unfinished = max(state.finished.count(False), 1)
-        pairs = zip(copies, overlap, strict=True)
-        ordered = [[pair for pair in self.rates.chances(copy) if pair[1] not in shared] for copy, shared in pairs]
-        count = 0
-        for place in range(min(max(map(len, ordered)), MOST)):
-            more = sum(nodes[place][0] for nodes in ordered if place < len(nodes)) / unfinished
-            row = (curve.at(size + place + 2) - curve.at(size + place + 1)) / curve.at(1)
-            if more <= pace * row:
-                break
-            count = place + 1
-            self._sums[1], self._sums[2] = self._sums[1] + more, self._sums[2] + row
-        return [[node for _, node in nodes[:count]] for nodes in ordered]
 
     def learn(self, copies: list[Copy], verdict: "Verdict") -> None:
         """Learn from committed tokens which copied tokens were right, drafted or not."""

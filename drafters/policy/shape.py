@@ -248,7 +248,7 @@ class ShapePolicy(MeasuredCosts):
         for row in range(state.batch):
             if state.finished[row]:  # cut short
                 continue
-            path = verdict.own_rows(row, size)
+            path = verdict.rows[row]
             for depth, tree_row in enumerate(path):  # rows of [root, nodes]
                 if candidates := plan.children[tree_row]:
                     right = plan.ranks[path[depth + 1] - 1] if depth + 1 < len(path) else None

@@ -134,7 +134,7 @@ class Truncation(MeasuredCosts):
         for row, logits in enumerate(self._latest):
             if state.finished[row]:  # cut short
                 continue
-            accepted = len(verdict.own_rows(row, size)) - 1
+            accepted = len(verdict.rows[row]) - 1
             for place in range(min(accepted + 1, size)):
                 self._online.learn(place, logits[place], place < accepted)
 

@@ -74,7 +74,7 @@ class Watched(Truncation):
         for row, logits in enumerate(self._latest):
             if not state.finished[row] and size == self.depth:  # neither cut short
                 self.logits.append(logits)
-                self.accepted.append(len(verdict.own_rows(row, size)) - 1)
+                self.accepted.append(len(verdict.rows[row]) - 1)
 
 
 def calibrate(options: argparse.Namespace) -> None:
