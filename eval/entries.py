@@ -143,7 +143,7 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "sglang", "llama_cpp"]
-    method: str = Field("plain", description=f"one of {', '.join(NEEDS)}")
+    method: str = Field("plain", description=f"one of {', '.join(NEEDS)}", json_schema_extra={"enum": [*NEEDS]})
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
