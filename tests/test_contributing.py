@@ -104,7 +104,7 @@ def test_the_worked_examples_pass_their_tests(copied: Path) -> None:
     log = copied / "pytest.log"
     status = nursery.run("tiny_run.be_pytest", json.dumps(options), tiny_run.environment(), log, 300)
     assert status == 0, log.read_text()
-    assert int(re.search(r"(\d+) passed", log.read_text())[1]) > 60  # the suite ran, three times
+    assert int(re.search(r"(\d+) passed", log.read_text())[1]) > 50  # the suite ran, three times
 
 
 def test_a_new_methods_mistyped_key_is_answered_without_torch(copied: Path, tmp_path: Path) -> None:
