@@ -112,7 +112,8 @@ class Candidates:
         """``[..., H]`` -> logits ``[..., k]`` and rows ``[..., k]``."""
         with model_time():
             rows = self._outer(self.inner(inputs)).topk(self.count, dim=-1, sorted=False).indices
-            logits = (self._weight[rows] @ inputs[..., None])[..., 0]
+            weight = torch.nn.functional.embedding(rows, self._weight)  # on a CPU twice as fast as indexing
+            logits = (weight @ inputs[..., None])[..., 0]
             return (logits if self._bias is None else logits + self._bias[rows]), rows
 
 
