@@ -16,9 +16,9 @@ from data_prep.dialogues.reader import (
     Dialogue,
     ReadCounts,
     check_source,
+    first_question,
     read_dialogues,
     record,
-    same_question,
     source_digest,
 )
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
@@ -88,8 +88,7 @@ def split(dialogues: list[Dialogue], heldout: int, seed: int) -> tuple[list[Dial
     """Training and held-out dialogues; at least ``heldout``, more if questions are shared. ValueError if all."""
     groups: dict[str, list[int]] = {}
     for index, dialogue in enumerate(dialogues):
-        question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
-        groups.setdefault(same_question(question), []).append(index)
+        groups.setdefault(first_question(dialogue), []).append(index)
     order = list(groups.values())
     random.Random(seed).shuffle(order)
     chosen: set[int] = set()

@@ -11,7 +11,7 @@ counts only: ids are hashes.
 
 from pathlib import Path
 
-from data_prep.dialogues.reader import check_source, source_digest
+from data_prep.dialogues.reader import check_source
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
@@ -36,8 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     from data_prep.answers.traffic import write_traffic
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        facts = {"log_digest": source_digest(parsed.log)}
-        write_traffic(parsed, facts)
+        write_traffic(parsed)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, model_validator
 
@@ -23,9 +23,9 @@ PYTHONS = {
     "sglang": Path(".venv-sglang/bin/python"),
     "llama_cpp": Path(".venv-llama/bin/python"),
 }
-HEADS = ("eagle", "eagle3", "dflash", "dflash2", "dspark")
-# What another engine drafts with, and the key that it needs.
-NEEDS = {"plain": None, "prompt_lookup": None, "draft_model": "draft_model"} | dict.fromkeys(HEADS, "checkpoint")
+ServedHead = Literal["eagle", "eagle3", "dflash", "dflash2", "dspark"]
+# Engine's method -> its required key.
+NEEDS = {"draft_model": "draft_model"} | dict.fromkeys(get_args(ServedHead), "checkpoint")
 
 
 def _check_odd(count: int) -> int:
@@ -143,7 +143,7 @@ class EngineEntry(Config):
 
     label: str = Field(description="name in the report, which adds the engine and its version")
     engine: Literal["vllm", "sglang", "llama_cpp"]
-    method: str = Field("plain", description=f"one of {', '.join(NEEDS)}", json_schema_extra={"enum": [*NEEDS]})
+    method: Literal["plain", "prompt_lookup", "draft_model", ServedHead] = "plain"
     gamma: DraftSize = Field(5, ge=1, description="draft tokens per step")
     min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always starts with one")
     max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
@@ -178,9 +178,7 @@ class EngineEntry(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.method not in NEEDS:
-            raise ValueError(f"{self.label}: method is {self.method!r}; give one of {', '.join(NEEDS)}")
-        for key in filter(None, dict.fromkeys(NEEDS.values())):
+        for key in dict.fromkeys(NEEDS.values()):
             if (NEEDS.get(self.method) == key) != (getattr(self, key) is not None):
                 methods = " or ".join(method for method, needed in NEEDS.items() if needed == key)
                 raise ValueError(f"{self.label}: {key} and method {methods} go together; method is {self.method}")

@@ -9,6 +9,7 @@ chains, whose length does not depend on the machine's speed. Writes gate.json, g
 card) into --out. The exit status is 0 if NEW is accepted. After a kill the same command continues.
 """
 
+import argparse
 from pathlib import Path
 
 from drafters.cli.program import CommandLine, above_zero, command, keeping, positive, run_program
@@ -49,12 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
         return run(parsed, sets)
 
 
-def prompts(given: str | Path, parsed: object, apart_from: list[Path]) -> PromptsConfig:
+def prompts(source: str | Path, parsed: argparse.Namespace, apart_from: list[Path]) -> PromptsConfig:
     """Return the prompts of a file, or of a suite by its name or YAML file; ValueError if they cannot be read."""
-    is_file = str(given).endswith((".jsonl", ".json", ".gz"))
-    count, longest = (getattr(parsed, name) for name in ("prompts", "longest"))
-    keys = {"file" if is_file else "suite": str(given), "count": count, "max_prompt_tokens": longest}
-    return validate(PromptsConfig, keys | {"apart_from": apart_from}, "the command line")
+    kind = "file" if str(source).endswith((".jsonl", ".json", ".gz")) else "suite"
+    keys = {kind: str(source), "count": parsed.prompts, "max_prompt_tokens": parsed.longest, "apart_from": apart_from}
+    return validate(PromptsConfig, keys, "the command line")
 
 
 if __name__ == "__main__":

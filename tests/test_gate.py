@@ -40,11 +40,11 @@ def measured(tau: float, prompts: int, seed: int = 0) -> Read:
     [
         (150, 1.08, 1.0, True),
         (150, 1.0, 1.0, False),  # no gain
-        (150, 1.08, 0.97, False),  # paid by the guard
+        (150, 1.08, 0.97, False),  # a loss on the guard
         (5, 1.08, 1.0, False),  # five conversations cannot be significant
     ],
 )
-def test_a_gain_that_the_guard_does_not_pay_for(prompts: int, traffic: float, guard: float, accepted: bool) -> None:
+def test_what_is_accepted(prompts: int, traffic: float, guard: float, accepted: bool) -> None:
     """Catches a gate that compares means, that trusts a handful of conversations, or that ignores one of its sets."""
     pairs = {"traffic": (2.0, 2.0 * traffic), "guard": (2.0, 2.0 * guard)}
     rows = [

@@ -133,7 +133,7 @@ def test_bad_logs_are_refused(target_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_large_log_is_read_line_by_line(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a log that is held in memory: 200 MB of text, and only the newest 1 MB may stay."""
+    """Catches a log of 200 MB that is held in memory, where only its newest 1 MB is needed."""
     monkeypatch.setattr(reading, "MOST_BYTES", 1 << 20)
     log, padding = tmp_path / "log.jsonl.gz", "four " * 4000
     with gzip.open(log, "wt", compresslevel=1) as file:

@@ -60,6 +60,10 @@ class Eagle3Config(TrainConfig):
     mask_uncovered: bool = Field(True, description="leave out positions whose likeliest token is no draft token")
 
     @property
+    def one_pass_until(self) -> float:
+        return self.ttt_from
+
+    @property
     def shape(self) -> Eagle3Shape:
         return self.head.model_copy(update={"draft_vocab_size": self.draft_vocab, "trained_steps": self.ttt_steps})
 

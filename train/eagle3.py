@@ -42,7 +42,7 @@ class Eagle3Task(UnrolledTask):
     L     = sum_n w^n CrossEntropy(p_{i+n+2}, q^n_i),  w = step_decay, or the config's classification_loss
 
     The gradient flows through what is fed back. Positions whose likeliest token is no draft token are left out.
-    Until ``ttt_from`` of the run is behind, only the first step is trained, which sees several times the positions.
+    In the first ``ttt_from`` of the run only step 0 is trained, which sees several times the positions in a minute.
     """
 
     schema: ClassVar[type[Eagle3Config]] = Eagle3Config

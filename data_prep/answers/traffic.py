@@ -21,7 +21,7 @@ from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.json_records import read_records
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.messages import DroppedError, Message
-from data_prep.dialogues.reader import Dialogue, ReadCounts, dataset_records, record
+from data_prep.dialogues.reader import Dialogue, ReadCounts, dataset_records, record, source_digest
 from data_prep.dialogues.served import Served, parse_served
 from drafters.common.files import replace_json, replace_text
 
@@ -83,7 +83,7 @@ def hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def write_traffic(parsed: argparse.Namespace, facts: dict[str, Any]) -> None:
+def write_traffic(parsed: argparse.Namespace) -> None:
     """Read the log twice, and write the three files and traffic.json.
 
     Raises:
@@ -106,8 +106,9 @@ def write_traffic(parsed: argparse.Namespace, facts: dict[str, Any]) -> None:
             "head adapted to fewer cannot be measured on others"
         )
     dialogues = collect(parsed, index, sides)
-    facts |= compare_prompts(dialogues, load_tokenizer(parsed.target, None, parsed.chat_template), parsed.log)
-    write(parsed.out, dialogues, facts | {"dropped": dict(counts.dropped)}, counts)
+    compared = compare_prompts(dialogues, load_tokenizer(parsed.target, None, parsed.chat_template), parsed.log)
+    facts = {"log_digest": source_digest(parsed.log), **compared, "dropped": dict(counts.dropped)}
+    write(parsed.out, dialogues, facts, counts)
 
 
 def check_lines(log: Path) -> None:

@@ -168,6 +168,11 @@ def same_question(text: str) -> str:
     return " ".join(text.lower().split())
 
 
+def first_question(dialogue: Dialogue) -> str:
+    """The first question of a dialogue, as ``same_question`` writes it."""
+    return same_question(next(message["content"] for message in dialogue.messages if message["role"] == "user"))
+
+
 def source_digest(source: str | Path) -> str:
     """Identity of the data: the start of a file's SHA-256; for a Hub dataset, whose content is unknown, its name."""
     path = Path(source)

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep.dialogues.json_records import Unreadable
 from data_prep.dialogues.messages import DroppedError, first_value
-from data_prep.dialogues.reader import TURN_KEYS, Dialogue, parse_record, same_question
+from data_prep.dialogues.reader import TURN_KEYS, Dialogue, first_question, parse_record
 
 CONVERSATION_KEYS = ("conversation_id", "session_id", "thread_id", "chat_id")
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "start_time", "startTime", "date")
@@ -41,11 +41,6 @@ class Served:
     def question(self) -> str:
         """The first question, as a key that ignores case and white space."""
         return first_question(self.dialogue)
-
-
-def first_question(dialogue: Dialogue) -> str:
-    """The first question of a dialogue, as ``same_question`` writes it."""
-    return same_question(next(message["content"] for message in dialogue.messages if message["role"] == "user"))
 
 
 def parse_served(record: Any, place: str, changed: Counter[str] | None = None, own_template: bool = False) -> Served:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dialogues.messages import DroppedError, Message
-from data_prep.dialogues.reader import ReadCounts, read_dialogues, same_question
-from data_prep.dialogues.served import first_question
+from data_prep.dialogues.reader import ReadCounts, first_question, read_dialogues, same_question
 from data_prep.dialogues.template import REFUSALS, for_template
 from eval.prompts.choice import PromptsConfig, check_prompt_files, shown_sizes
 from eval.prompts.context import with_earlier_turns

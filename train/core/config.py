@@ -186,6 +186,11 @@ class TrainConfig(Config):
         return self.head
 
     @property
+    def one_pass_until(self) -> float:
+        """Share of the run that trains one pass of an unrolled head."""
+        return 0.0
+
+    @property
     def loss_tokens(self) -> int | None:
         """Number of tokens that the loss is over; None: all."""
         return (self.draft_vocab if self.sizes_lm_head else None) or self.loss_vocab
@@ -301,14 +306,6 @@ MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpo
 MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype", "data.disk_gb"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
 WATCHING |= {"draft_vocab"}  # of the exported drafter, unless its own LM head has this size (sizes_lm_head)
-WATCHING |= {
-    "tau_every",
-    "tau_prompts",
-    "tau_new_tokens",
-    "tau_device",
-    "tau_keep_target",
-    "keep",
-    "patience",
-    "trackers",
-}
+WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}
+WATCHING |= {"keep", "patience", "trackers"}
 FREE_ON_RESUME = {"out"} | LIMITS | MACHINE | WATCHING

@@ -65,7 +65,7 @@ class Task(ABC):
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
         block_rows, slots: of a block drafter, the rows of a block, and those that predict.
         reach: tokens before a block that it attends to; None: all.
-        done: share of the run that is behind; the loop sets it before each step, and elsewhere it is 1.
+        done: share of the run so far; the loop sets it before each step, and elsewhere it is 1.
         base: with the config's ``lora``, the drafter that the adapter is for.
         head: the shape of the trained head; where ``init_from`` has layers of other sizes than the target, with those.
     """
@@ -103,9 +103,9 @@ class Task(ABC):
         return cls
 
     @property
-    def first_alone(self) -> bool:
-        """Whether training has not come to the passes behind the first."""
-        return self.done < getattr(self.config, "ttt_from", 0.0)
+    def one_pass(self) -> bool:
+        """Whether the current step trains only the first of the passes."""
+        return self.done < self.config.one_pass_until
 
     # ------------------------------------------------------------------------------------------- the module
 

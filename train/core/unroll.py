@@ -37,7 +37,7 @@ class UnrolledTask(Task):
 
     def passes_of(self, seed: int | None) -> int:
         """Steps of a micro-batch; held-out text, whose ``seed`` is None, always has all."""
-        return 1 if seed is not None and self.first_alone else self.passes
+        return 1 if seed is not None and self.one_pass else self.passes
 
     def features(self, batch: Batch) -> Tensor:
         """What step 0 reads: ``[R, L, H]``."""

@@ -10,7 +10,6 @@ import yaml
 from huggingface_hub import get_token
 from transformers import PretrainedConfig
 
-from drafters.common.files import replace_json, replace_text
 from drafters.common.fingerprints import same_weights
 from drafters.config import validate
 from drafters.heads.shape import split
@@ -20,14 +19,14 @@ from drafters.model.ends import load_frozen_ends
 from drafters.model.files import free_memory, resolve_device
 from train.configs import START_SCRIPT, AdaptConfig, schema_of, trained_methods
 from train.core.config import TrainConfig
-from train.plan.write import SMALL, fill
+from train.plan.write import SMALL, fill, write_files
 from train.preflight.estimate import target_parameters
 
 NEW_TOKENS = 128  # most tokens of an answer that is measured
-# Learning rates. A head that was trained here has its own on record, and continues with a share of it. Tuned on the
-# bundled target (docs/adapting.md): larger shares gain more on the traffic and lose still more elsewhere.
+# Learning rate: a share of the one that the head was trained with, if its checkpoint records that, else one of these.
+# Tuned on the bundled target (docs/adapting.md): larger shares gain more on the traffic and lose still more elsewhere.
 SHARE = 1 / 30
-UNRECORDED = {True: 1e-4, False: 1e-6}  # by whether the hidden size is at most SMALL
+SMALL_RATE, LARGE_RATE = 1e-4, 1e-6  # for hidden sizes up to SMALL, and above
 # Keys of a recorded training that the adaptation repeats, beside the method's own.
 REPEATED = {"optimizer", "betas", "weight_decay", "gradient_clipping", "classification_loss", "lk_eta"}
 REPEATED |= {"top_k_weight", "top_k", "loss_vocab", "loss_chunk_rows"}
@@ -43,12 +42,7 @@ def write(adapt: AdaptConfig, command: list[str]) -> None:
     Raises:
         ValueError: the head is of another target, an adapter, or of a method that is not trained here.
     """
-    texts = plan(adapt, command)
-    (adapt.out / "configs").mkdir(parents=True, exist_ok=True)
-    replace_json(adapt.out / adapt.facts, {"settings": adapt.settings()})
-    for name, text in texts.items():  # the script last, which marks the plan as complete
-        replace_text(adapt.out / name, text)
-    (adapt.out / START_SCRIPT).chmod(0o755)
+    write_files(adapt, plan(adapt, command))
 
 
 def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
@@ -58,7 +52,9 @@ def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
     schema, kind = schema_of(head.drafter_type), drafter_class(head.drafter_type)
     longest = getattr(target, "max_position_embeddings", None) or adapt.max_length
     device, recorded = resolve_device(), recipe(head, schema)
-    rate = SHARE * head.training.get("config", {}).get("learning_rate", 0) or UNRECORDED[target.hidden_size <= SMALL]
+    before = head.training.get("config", {}).get("learning_rate")
+    usual = SMALL_RATE if target.hidden_size <= SMALL else LARGE_RATE
+    rate = SHARE * before if before else usual
     if adapt.lora and recorded.get("optimizer") == "muon":
         del recorded["optimizer"]
     new_tokens = min(NEW_TOKENS, longest // 4)
@@ -79,8 +75,8 @@ def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
         print(f"no Hub token: run `hf auth login` before the push to {adapt.hub}, the last step")
     if not values["lossless"]:
         print("no lossless test: the target in float32 does not fit into memory")
-    files = {name: f"adapt/{name}.yaml" for name in ("features", "lossless")} | {head.drafter_type: None}
-    texts = {f"configs/{name}.yaml": fill(file, values) if file else training for name, file in files.items()}
+    texts = {f"configs/{name}.yaml": fill(f"adapt/{name}.yaml", values) for name in ("features", "lossless")}
+    texts[f"configs/{head.drafter_type}.yaml"] = training
     return {**texts, START_SCRIPT: fill("adapt/run.sh", values)}
 
 

@@ -18,7 +18,7 @@ from drafters.common.files import replace_json, replace_text
 from drafters.common.wording import size_text
 from drafters.config import validate
 from drafters.methods import drafter_class
-from train.configs import START_SCRIPT, StartConfig, schema_of, templates
+from train.configs import START_SCRIPT, ScriptConfig, StartConfig, schema_of, templates
 from train.core.config import TrainConfig
 from train.plan.facts import FORWARD, QUESTION, Facts, mask_token, measure
 from train.preflight.estimate import meta_task, target_parameters
@@ -54,12 +54,7 @@ def write(start: StartConfig, command: list[str], run: bool) -> None:
         ValueError: an error that would otherwise end a step hours later; then nothing is written.
     """
     texts, seconds = plan(start, measure(start), command)
-    (start.out / "configs").mkdir(parents=True, exist_ok=True)
-    replace_json(start.out / start.facts, {"settings": start.settings()})
-    for name, text in texts.items():  # the script last, which marks the start as complete
-        replace_text(start.out / name, text)
-    script = start.out / START_SCRIPT
-    script.chmod(0o755)
+    script = write_files(start, texts)
     for step, each in {**seconds, "all": sum(seconds.values())}.items():
         print(f"{step:>10}  about {each / 60:.1f} minutes")
     what = "it starts now" if run else f"run it: bash {shlex.quote(str(script))}"
@@ -105,6 +100,17 @@ def plan(start: StartConfig, facts: Facts, command: list[str]) -> tuple[dict[str
     names = [{"train": start.method}.get(step, step) for step in seconds if step not in ("split", "push", "card")]
     texts = {f"configs/{name}.yaml": fill(f"{name}.yaml", values) for name in names}
     return {**texts, START_SCRIPT: fill("run.sh", values)}, seconds
+
+
+def write_files(config: ScriptConfig, texts: dict[str, str]) -> Path:
+    """Write the settings and the files of a start or an adaptation, by name; return its script."""
+    (config.out / "configs").mkdir(parents=True, exist_ok=True)
+    replace_json(config.out / config.facts, {"settings": config.settings()})
+    for name, text in texts.items():  # the script last, which marks the folder as complete
+        replace_text(config.out / name, text)
+    script = config.out / START_SCRIPT
+    script.chmod(0o755)
+    return script
 
 
 def share_out(start: StartConfig, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:

@@ -356,8 +356,7 @@ def add_time(
     every = workload.lengths or lengths[:1]
     rows = task.most_rows([round(share * length) for length in every])[1]
     whole, first = (training_cost(task, passes).of(every, rows) / sum(every) for passes in (None, 1))
-    alone = getattr(config, "ttt_from", 0.0)  # share of the steps with one pass
-    flops = alone * first + (1 - alone) * whole
+    flops = config.one_pass_until * first + (1 - config.one_pass_until) * whole
     device: Any = options.device or resolve_device()
     peak = config.peak_tflops or peak_tflops(device)
     assumed = (peak or 0.0) * 1e12 * options.mfu * options.ranks  # FLOP/s

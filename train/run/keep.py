@@ -7,6 +7,7 @@ provenance as metadata. It is replaced as a whole, so a kill leaves the old best
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class Keeper:
     ) -> None:
         self.config, self.progress = config, progress
         self.path = best_path(config.out)
-        found = read_best(config) if resumed and ranks.is_first else None
-        best = [found["best"]["step"], found["best"]["tau"]] if found else [0, 0.0]
+        stored = read_best(config) if resumed and ranks.is_first else None
+        best = [stored["best"]["step"], stored["best"]["tau"]] if stored else [0, 0.0]
         step, self.tau = ranks.total(torch.tensor(best, dtype=torch.float64, device=device)).tolist()
         self.step = int(step)  # 0: none
 
@@ -47,7 +48,7 @@ class Keeper:
         """Take in the ``tau`` of the current step; return True if it is the best, so that its weights are kept."""
         taus = self.progress.taus
         taus.append((self.progress.step, tau))
-        mean = sum(tau for _, tau in taus[-2:]) / len(taus[-2:])
+        mean = fmean(tau for _, tau in taus[-2:])
         if not self.config.keeps_best or (self.step and mean <= self.tau):
             return False
         self.step, self.tau = self.progress.step, mean

@@ -62,7 +62,7 @@ class Limits:
         return ended
 
     def done(self) -> float:
-        """Share of the steps, epochs or minutes that is behind, without the warm-up; a collective."""
+        """Share of the run so far, after the warm-up, by steps, epochs or minutes; a collective."""
         config, progress = self.config, self.progress
         by_step = by_clock = 0.0
         if self.last_step is not None:
@@ -73,7 +73,7 @@ class Limits:
         return min(1.0, max(0.0, by_step, by_clock))
 
     def learning_rate(self, done: float) -> float:
-        """Linear warm-up from 0, then the schedule over the rest of the run, of which ``done`` is behind."""
+        """Linear warm-up from 0, then the schedule; ``done``: share of the run so far."""
         config, step = self.config, self.progress.step
         if step + 1 < config.warmup_steps:
             return config.learning_rate * (step + 1) / config.warmup_steps

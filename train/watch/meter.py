@@ -39,7 +39,8 @@ class Meter:
     def step_done(self, batches: list[Batch]) -> None:
         """Count the step that ``watch`` gave last, which trained on ``batches``."""
         rows = sum(len(batch.rows) for batch in batches)
-        cost = self.costs[self.task.first_alone]
+        whole, first = self.costs
+        cost = first if self.task.one_pass else whole
         self._flops += cost.of([span.length for batch in batches for span in batch.spans], rows)
         self._seconds += time.monotonic() - self._began
 
