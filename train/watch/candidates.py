@@ -5,6 +5,10 @@ pair that is fitted on the features alone recalls less.
 """
 
 import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +25,9 @@ from drafters.loading import load_drafter
 from drafters.loop.generate import generate
 from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
-from drafters.model.candidates import Factors, head_fingerprint, pair_tensors, without_pair
+from drafters.model.candidates import Candidates, Factors, head_fingerprint, pair_tensors, without_pair
+from drafters.model.draft_head import DraftHead
+from drafters.model.linear import Product, draft_dtype
 from drafters.model.target import TargetModel
 from train.watch.tau import held_out_prompts, room
 
@@ -30,22 +36,18 @@ RANKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)  # multiples of 32, which t
 COUNTS = (32, 64, 128, 256, 512, 1024)
 PER_INPUT = 4  # least number of inputs for each of the H dimensions of Sigma
 JUDGED = 4096  # most inputs that the recall is measured on
-# Time per value of a candidate over the time per value of A: rows are read at random, and have to be chosen. One core,
-# V = 49,152, H = 576 and V = 151,936, H = 896, 128 to 512 candidates: 3 to 5 in float32, 5 to 10 in bf16.
-PER_CANDIDATE = 8
+TIMED = 15  # calls of a pair and of the LM head, alternating; the median counts
 BATCH = 8  # prompts decoded at once
 CHUNK = 256  # inputs whose logits are in memory at once
 
 
 class Choice(NamedTuple):
-    """A pair: its rank, number of candidates, recall, and per draft token the values read and the estimated time, both
-    as shares of the LM head's."""
+    """A pair: its rank, number of candidates, recall, and values read per draft token as a share of the LM head's."""
 
     rank: int
     candidates: int
     recall: float
     share: float
-    cost: float
 
 
 def fit_candidates(options: argparse.Namespace) -> None:
@@ -76,11 +78,11 @@ def fit_candidates(options: argparse.Namespace) -> None:
     places = torch.randperm(len(judged), generator=torch.Generator().manual_seed(0))[:JUDGED]
     choices = measured(factors, judged[places], weight, bias, ranks, counts)
     print(table(choices, ranks, counts, len(fitted), len(places)))
-    chosen = fastest(choices, options)
+    chosen, took = fastest(choices, options, partial(time_share, lm_head, factors, judged[:1]))
     save(options, factors, chosen, head_fingerprint(weight, bias))
     print(
         f"{options.checkpoint} drafts with {chosen.candidates} candidates of rank {chosen.rank} now: recall "
-        f"{chosen.recall:.4f}, {chosen.share:.3f} of the LM head's values per draft token"
+        f"{chosen.recall:.4f}, {chosen.share:.3f} of the LM head's values and {took:.2f} of its time per draft token"
     )
 
 
@@ -176,29 +178,55 @@ def measured(
             better.append((scores > scores.gather(-1, token)).sum(-1))
         before = torch.cat(better)
         for count in counts:
-            recall, pair, rescored = float((before < count).double().mean()), rank * (rows + width), count * width
-            read, time = pair + rescored, pair + PER_CANDIDATE * rescored
-            choices.append(Choice(rank, count, recall, read / (rows * width), time / (rows * width)))
+            recall = float((before < count).double().mean())
+            choices.append(Choice(rank, count, recall, (rank * (rows + width) + count * width) / (rows * width)))
     return choices
 
 
-def fastest(choices: list[Choice], options: argparse.Namespace) -> Choice:
-    """The fastest choice among those with the recall; raises ValueError if none is faster than the LM head.
+@torch.inference_mode()
+def time_share(lm_head: DraftHead, factors: Factors, inputs: Tensor, choice: Choice) -> float:
+    """Time of a draft token's candidates on this device, as a share of the whole LM head's; ``inputs``: ``[1, H]``."""
+    weight, bias = lm_head.whole_head
+    inputs = inputs.to(weight)
+    pair = Candidates(*factors.pair(choice.rank), choice.candidates, weight, bias, lm_head.dtype)
+    whole = Product(weight, bias)
+    if (dtype := draft_dtype(lm_head.dtype, weight.device)) is not None:
+        whole.quantize(dtype)
+    calls: dict[str, Callable[[], Tensor]] = {"pair": lambda: pair(inputs)[0], "whole": lambda: whole(inputs)}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(TIMED):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            float(call()[0, 0])  # synchronises a GPU
+            seconds[name].append(time.perf_counter() - began)
+    return median(seconds["pair"]) / median(seconds["whole"])
+
+
+def fastest(
+    choices: list[Choice], options: argparse.Namespace, time_of: Callable[[Choice], float]
+) -> tuple[Choice, float]:
+    """The fastest choice among those with the recall, and its share of the LM head's time.
 
     With ``--rank`` and ``--count`` it is that one.
+
+    Raises:
+        ValueError: no pair has the recall and is faster than the LM head.
     """
     if options.rank and options.count:
-        return choices[0]
-    good = [one for one in choices if one.recall >= options.recall and one.cost < 1]
-    if not good:
-        best = max(choices, key=lambda one: one.recall)
-        raise ValueError(
-            f"{options.checkpoint} is as it was: no pair that is faster than the LM head has a recall of "
-            f"{options.recall}, the best of all {best.recall:.4f} with rank {best.rank} and {best.candidates} "
-            f"candidates; "
-            "lower --recall, or keep the whole LM head"
-        )
-    return min(good, key=lambda one: one.cost)
+        return choices[0], time_of(choices[0])
+    # Of one rank, more candidates than the recall needs are slower.
+    enough = {one.rank: one for one in reversed(choices) if one.recall >= options.recall and one.share < 1}
+    times = {one: time_of(one) for one in enough.values()}
+    chosen = min(times, key=times.__getitem__, default=None)
+    if chosen is not None and times[chosen] < 1:
+        return chosen, times[chosen]
+    best = max(choices, key=lambda one: one.recall) if chosen is None else chosen
+    took = "" if chosen is None else f" and {times[chosen]:.2f} of the LM head's time"
+    raise ValueError(
+        f"{options.checkpoint} is as it was: no pair with a recall of {options.recall} is faster than the LM head; the "
+        f"best has rank {best.rank} and {best.candidates} candidates, a recall of {best.recall:.4f}{took}; lower "
+        "--recall, or keep the whole LM head"
+    )
 
 
 def table(choices: list[Choice], ranks: list[int], counts: list[int], fitted: int, judged: int) -> str:
