@@ -120,6 +120,15 @@ class LearnedDrafter(Drafter):
     # ------------------------------------------------------------------------------------------- loading and saving
 
     @classmethod
+    def from_target(cls, target: TargetModel, **options: Any) -> Self:
+        """Load the drafter that the target's own files hold, if the method has any there.
+
+        Raises:
+            ValueError: there is none.
+        """
+        raise ValueError(f"drafter {cls.name!r} is learned: give checkpoint: a folder or a Hub repository")
+
+    @classmethod
     def build_module(cls, target_config: PretrainedConfig, shape: HeadShape) -> nn.Module:
         """The untrained module of this shape, for a target of this configuration."""
         return cls.module_class(target_config, shape)

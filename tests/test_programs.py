@@ -75,6 +75,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["./none", "--to", "vllm"], "give CHECKPOINT --to official|vllm|sglang --out FOLDER, or --check FOLDER"),
         (["--check", "checkpoints/stdlib-eagle"], "is a drafter of this toolkit; export it first"),
     ],
+    "drafters.stitch": [
+        (["./none", "--out", "x"], "there is no folder ./none"),
+        (["./none", "--out", "checkpoints"], "--out checkpoints is not empty"),
+    ],
     "drafters.convert": [
         (["x", "--target", TARGET, "--out", "x", "--taps", "2,x"], "--taps: must be whole numbers with commas"),
         (["./none", "--target", TARGET, "--out", "x"], "source: there is no folder ./none"),
@@ -220,6 +224,7 @@ FOLDERS_WRITTEN = {
     "data_prep.stdlib_corpus": ["--out", "{}"],
     "drafters.export": ["checkpoints/stdlib-eagle", "--to", "vllm", "--out", "{}"],
     "drafters.convert": ["checkpoints/stdlib-eagle", "--target", TARGET, "--out", "{}"],
+    "drafters.stitch": ["checkpoints/stdlib-eagle", "--target", TARGET, "--out", "{}"],
     "train.tools.boost": ["out={}"],
     "train.tools.shallow": [TARGET, "--layers", "0", "--out", "{}"],
     "train.start": ["--target", TARGET, "--data", "prompts.jsonl", "--out", "{}"],

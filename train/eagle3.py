@@ -26,10 +26,10 @@ from torch import Tensor
 
 from drafters.model.ends import FrozenEnds
 from train.core.losses import Pairs
-from train.core.task import Ratio, mean, target_states
+from train.core.task import Ratio, target_states
 from train.core.unroll import UnrolledTask
 from train.data.packing import Batch
-from train.watch.alpha import chain_alpha
+from train.watch.alpha import chain_figures
 
 CHAIN_DEPTH = 5  # of the chain that tau is measured with
 
@@ -84,17 +84,8 @@ class Eagle3Task(UnrolledTask):
         names = {f"step_{n}_loss": part / self.config.step_decay**n for n, part in enumerate(each.unbind())}
         return {"loss": each.sum()} | names
 
-    def judged(self, pairs: Pairs) -> Pairs:
-        return Pairs(pairs.predictions[:1], pairs.targets)
-
     def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
-        """``step_n_top1`` and ``step_n_expected_acceptance`` of each step on the text's tokens; and ``n-alpha``, the
-        same as ``step_n_top1`` of the chains whose steps before n were all accepted."""
-        figures: dict[str, Ratio] = {}
-        for n, (overlap, agree) in enumerate(zip(*self.heads.compare(pairs), strict=True)):
-            figures |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
-        ratios = chain_alpha(module, self.ends, batch, self.passes, features=self.features(batch), guess=self.guess)
-        return figures | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
+        return chain_figures(self, module, batch, pairs)
 
     def features(self, batch: Batch) -> Tensor:
         """fc(g), ``[R, L, H]``."""
@@ -104,11 +95,6 @@ class Eagle3Task(UnrolledTask):
     def scored(self, outputs: Tensor) -> Tensor:
         head: Any = self.module
         return head.scored(outputs)
-
-    def guess(self, predicted: Tensor) -> Tensor:
-        """The token that the head drafts after each of its outputs ``[R, L, H]``: int64 ``[R, L]``."""
-        tokens = self.heads.drafted(self.scored(predicted).flatten(0, 1))
-        return tokens.view(predicted.shape[:2])
 
 
 TASK = Eagle3Task

@@ -43,6 +43,7 @@ METHODS = {
     "medusa": Method("medusa:MedusaDrafter", "medusa.shape:MedusaShape"),
     "mjgd": Method("papers.mjgd:MJGDDrafter"),
     "mjsd": Method("papers.mjsd:MJSDDrafter"),
+    "mtp": Method("mtp:MTPDrafter", "mtp.shape:MTPShape"),
     "ouroboros": Method("papers.ouroboros:OuroborosDrafter"),
     "peagle": Method("peagle:PEagleDrafter", "peagle.shape:PEagleShape"),
     "prompt_lookup": Method("prompt_lookup:PromptLookupDrafter"),
@@ -117,7 +118,7 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
         target: the target it drafts for.
         options: the method's options. A draft model may be a loaded ``TargetModel``, which several drafters can share.
             A learned drafter also takes ``checkpoint``, a folder or Hub repository of a drafter or of an adapter for
-            it, and ``adapter``, the same for the adapter.
+            it, and ``adapter``, the same for the adapter. ``mtp`` without a checkpoint is the target's own layer.
 
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
@@ -125,9 +126,7 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
     kind: Any = drafter_class(name)
     if hasattr(kind, "from_checkpoint"):
         path = options.pop("checkpoint", None)
-        if path is None:
-            raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
-        return kind.from_checkpoint(target, path, **options)
+        return kind.from_target(target, **options) if path is None else kind.from_checkpoint(target, path, **options)
     return kind.from_options(target, **options)
 
 

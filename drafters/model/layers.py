@@ -36,10 +36,14 @@ ROPES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class LayerKind:
-    """Classes of a model family: call them with (config, layer_idx), (config) and (hidden_size, eps)."""
+    """Classes of a model family: call them with (config, layer_idx), (config) and (hidden_size, eps).
+
+    ``decoder_layer`` is dense; ``own_layer`` is the family's, with experts if it has any.
+    """
 
     config: PretrainedConfig
     decoder_layer: type[nn.Module]
+    own_layer: type[nn.Module]
     attention: type[nn.Module]
     rotary: type[nn.Module]
     norm: type[nn.Module]
@@ -99,6 +103,7 @@ def layer_kind(
         return LayerKind(
             config=drafts,
             decoder_layer=LlamaDecoderLayer if llama else Qwen3DecoderLayer,
+            own_layer=LlamaDecoderLayer if llama else Qwen3DecoderLayer,
             attention=LlamaAttention if llama else Qwen3Attention,
             rotary=LlamaRotaryEmbedding,
             norm=LlamaRMSNorm,
@@ -125,6 +130,7 @@ def layer_kind(
     return LayerKind(
         config=one_layer,
         decoder_layer=MistralDecoderLayer if experts else type(first),
+        own_layer=type(first),
         attention=type(own_attention),
         rotary=type(rotary),
         norm=type(norm),

@@ -4,6 +4,7 @@ Only LoRA's numbers are read from an ``adapter_config.json``: peft's own class o
 """
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +20,18 @@ from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, rea
 from drafters.common.precision import warn_if_slow
 from drafters.common.wording import dtype_name, shortened, size_text
 from drafters.model.cache import SMALL, cache_bytes, config_shapes
-from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
+from drafters.model.files import (
+    free_memory,
+    load_config_only,
+    meta_model,
+    not_loaded,
+    quiet,
+    resolve_device,
+    resolve_dtype,
+)
 from drafters.model.fingerprint import of_model
 from drafters.model.quantised import as_asked, quantisation, to_load
-from drafters.model.weights import TEXT_NAMES, open_weights, quantised_bytes, refuse_differences
+from drafters.model.weights import TEXT_NAMES, mtp_tensors, open_weights, quantised_bytes, refuse_differences
 
 DeviceMap = str | dict[str, Any]
 Model = TypeVar("Model", bound=nn.Module)
@@ -119,17 +128,18 @@ def load_model(
     weights = open_weights(str(name), revision, config)
     places = {"": str(where)} if device_map is None and quantisation(config) else device_map
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(name),
-            config=config,
-            key_mapping=TEXT_NAMES if weights.multimodal else None,
-            dtype=kind,
-            revision=revision or "main",
-            trust_remote_code=False,
-            use_safetensors=True,
-            device_map=places,
-            output_loading_info=True,
-        )
+        with quiet() if mtp_tensors(weights.stored) else nullcontext():  # transformers reports tensors that it drops
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(name),
+                config=config,
+                key_mapping=TEXT_NAMES if weights.multimodal else None,
+                dtype=kind,
+                revision=revision or "main",
+                trust_remote_code=False,
+                use_safetensors=True,
+                device_map=places,
+                output_loading_info=True,
+            )
     except (OSError, KeyError, SafetensorError) as error:
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
     info["unexpected_keys"] = set(info["unexpected_keys"]) & weights.stored.keys()  # not those of other modalities

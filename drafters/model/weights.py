@@ -198,7 +198,7 @@ def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
         renamed = {key: re.sub(pattern, name, new) for key, new in renamed.items()}
     if renamed == {key: key for key in tensors}:
         return {key: place for key, place in tensors.items() if not key.startswith(VISION)}
-    text = [key for key in tensors if renamed[key] != key or key.startswith("lm_head.")]
+    text = [key for key in tensors if renamed[key] != key or key.startswith(("lm_head.", "mtp."))]
     return {renamed[key]: tensors[key] for key in text}
 
 
@@ -255,7 +255,7 @@ def fetch(name: str, file: str, revision: str | None) -> str:
 
 def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]) -> None:
     """Raise ValueError where transformers' ``output_loading_info`` lists tensors that are not as ``config`` says."""
-    unexpected = set(info["unexpected_keys"])
+    unexpected = set(info["unexpected_keys"]) - mtp_tensors(info["unexpected_keys"])
     if quantisation(config) is not None:  # scales are the quantiser's own affair
         unexpected = {key for key in unexpected if key.endswith((".bias", ".weight"))}
     differences = {
@@ -269,6 +269,13 @@ def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]
             f"{name}: its tensors are not those that its config.json describes ({layers} layers of "
             f"{config.model_type}): {'; '.join(wrong)}. Download it again, or correct config.json"
         )
+
+
+def mtp_tensors(names: Iterable[str]) -> set[str]:
+    """Return those of ``names`` that belong to layers of next-token prediction (MTP), which drafters read."""
+    begins = ["mtp.", "model.mtp_layers."]
+    begins += [name.removesuffix("eh_proj.weight") for name in names if name.endswith(".eh_proj.weight")]
+    return {name for name in names if name.startswith(tuple(begins))}
 
 
 def _differences(name: str, weights: Weights) -> dict[str, Any]:

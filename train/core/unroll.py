@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from train.core.attention import Chains, States
+from train.core.losses import Pairs
 from train.core.task import Task
 
 if TYPE_CHECKING:
@@ -59,6 +60,14 @@ class UnrolledTask(Task):
         features, count = self.features(batch), self.passes_of(seed)
         steps = unrolled(module, self.ends.embed, batch, count, self.token_shift, features, self.detach)
         return torch.stack([self.scored(each.flatten(0, 1)[batch.rows - n]) for n, each in enumerate(steps)])
+
+    def judged(self, pairs: Pairs) -> Pairs:
+        return Pairs(pairs.predictions[:1], pairs.targets)
+
+    def guess(self, predicted: Tensor) -> Tensor:
+        """The token that the head drafts after each of its outputs ``[R, L, H]``: int64 ``[R, L]``."""
+        tokens = self.heads.drafted(self.scored(predicted).flatten(0, 1))
+        return tokens.view(predicted.shape[:2])
 
 
 def unrolled(

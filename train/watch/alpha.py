@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from drafters.model.ends import FrozenEnds
-from train.core.losses import default_chunk_rows
-from train.core.task import Ratio
-from train.core.unroll import unrolled
+from train.core.losses import Pairs, default_chunk_rows
+from train.core.task import Ratio, mean
+from train.core.unroll import UnrolledTask, unrolled
 from train.data.packing import Batch
 
 
@@ -46,6 +46,17 @@ def chain_alpha(
         ratios.append(Ratio(accepted.sum(), counted.sum()))
         alive = accepted & (drafted == torch.roll(batch.input_ids, -(n + 2), dims=1))
     return ratios
+
+
+def chain_figures(task: UnrolledTask, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+    """``step_n_top1`` and ``step_n_expected_acceptance`` of each step on the text's tokens, and ``n-alpha``: the first
+    of these for chains whose steps before n were all accepted."""
+    figures: dict[str, Ratio] = {}
+    for n, (overlap, agree) in enumerate(zip(*task.heads.compare(pairs), strict=True)):
+        figures |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
+    features = task.features(batch)
+    ratios = chain_alpha(module, task.ends, batch, task.passes, features=features, guess=task.guess)
+    return figures | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
 
 
 def _argmax(ends: FrozenEnds, features: Tensor) -> Tensor:

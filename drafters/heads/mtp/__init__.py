@@ -1,0 +1,1 @@
+"""MTP layer: the next-token-prediction layer that many targets ship beside their own layers."""

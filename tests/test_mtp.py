@@ -1,0 +1,360 @@
+"""MTP: drafts equal the layer from its description, targets' own layers are read and written, training is exact."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import conformance
+import families
+import pytest
+import tiny_run
+import torch
+import torch.nn.functional as F
+from by_keys import new_drafter, new_head
+from conformance import NO_EOS, plain_greedy, prompt, target_of
+from rigged import Oracle, goes_by, with_head
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters import stitch as program
+from drafters.heads.mtp.own import stored_names
+from drafters.heads.mtp.shape import MTPShape
+from drafters.hub.checkpoint import load_checkpoint
+from drafters.loop.state import DecodeState
+from drafters.model.runner import identity
+from eval.measure.mistakes import declared
+from train.core.task import make_task
+from train.data.packing import collate
+from train.run.inputs import open_inputs
+
+KINDS = ("qwen", "mimo", "deepseek")
+
+
+def mtp(target: TargetModel, tree: str, noise: float | None = None, **keys: Any) -> Any:
+    """A drafter with a random layer; ``noise`` makes it an oracle, None leaves it as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head = new_head("mtp", target.config, **keys)
+        for norm in (head.embed_norm, head.hidden_norm, head.norm):
+            norm.weight.data.uniform_(0.5, 1.5)
+    drafter = new_drafter("mtp", target, head, tree=tree, **keys)
+    if noise is not None:
+        drafter = with_head(drafter, Oracle, noise)
+        drafter.lm_head.enter = identity
+    return drafter
+
+
+def rms(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return hidden * (hidden.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def described(drafter: Any, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """What the layer of a Llama feeds back, and what enters the LM head, ``[n, H]`` each, by its description."""
+    weights, config, shape = drafter.module.state_dict(), drafter.module.config, drafter.module.shape
+    heads, width = config.num_attention_heads, config.head_dim
+    groups = heads // config.num_key_value_heads
+    if shape.kind != "qwen":
+        embeddings = torch.cat([torch.zeros(1, config.hidden_size), embeddings[1:]])
+    parts = [
+        rms(embeddings, weights["embed_norm.weight"], config.rms_norm_eps),
+        rms(features, weights["hidden_norm.weight"], config.rms_norm_eps),
+    ]
+    hidden = torch.cat(parts[::-1] if shape.kind == "mimo" else parts, dim=-1) @ weights["fc.weight"].T
+    normed = rms(hidden, weights["layers.0.input_layernorm.weight"], config.rms_norm_eps)
+    q, k, v = (
+        (normed @ weights[f"layers.0.self_attn.{name}_proj.weight"].T).view(len(hidden), -1, width).transpose(0, 1)
+        for name in "qkv"
+    )
+    angles = torch.arange(len(hidden))[:, None] / 10000.0 ** (torch.arange(0, width, 2) / width)
+    cos, sin = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([angles.sin()] * 2, dim=-1)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+    q, k, v = turned(q), turned(k).repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    hidden = hidden + mixed.transpose(0, 1).flatten(1) @ weights["layers.0.self_attn.o_proj.weight"].T
+    normed = rms(hidden, weights["layers.0.post_attention_layernorm.weight"], config.rms_norm_eps)
+    gate, up, down = (weights[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    hidden = hidden + (F.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+    normed = rms(hidden, weights["norm.weight"], config.rms_norm_eps)
+    return (hidden if shape.kind == "deepseek" else normed), normed
+
+
+@pytest.mark.parametrize("keys", [*({"kind": kind} for kind in KINDS), {"state": 4}], ids=str)
+def test_drafts_equal_the_layer_from_scratch(keys: dict[str, Any]) -> None:
+    """Catches inputs in the wrong order, a norm that is left out or on the wrong side, a state that is another one, an
+    embedding at position 0, a position that is one off, and a rejected token that stays in the cache."""
+    target = target_of("llama")
+    drafter = mtp(target, "chain", **keys)
+    propose, compared = drafter.propose, []
+
+    def checked(state: DecodeState) -> Any:
+        draft = propose(state)
+        for row, known in enumerate(state.tokens):
+            if state.finished[row] or not draft.size:
+                continue
+            output = target.features(torch.tensor([known[:-1]]), taps=drafter.taps)
+            features = (output.taps[4] if drafter.taps else output.features)[0]
+            tokens = list(known[1:])
+            for slot in range(draft.size):
+                back, entering = described(drafter, features, target.embed(torch.tensor(tokens)))
+                assert int(target.lm_head(entering[-1]).argmax()) == int(draft.tokens[row, slot])
+                tokens.append(int(draft.tokens[row, slot]))
+                features = torch.cat([features, back[-1:]])
+            compared.append(row)
+        return draft
+
+    with mock.patch.object(drafter, "propose", checked):
+        generate(target, drafter, [prompt(9), prompt(3, 1)], max_new_tokens=8, eos_token_id=NO_EOS)
+    assert compared.count(0) > 4 and compared.count(1) > 4
+
+
+TestChainAll = conformance.brief(lambda t: mtp(t, "chain", 0.0), accepts="all", families=("llama",))
+TestChainSome = conformance.suite(lambda t: mtp(t, "chain", 0.3), accepts="some", families=("llama",))
+TestDynamic = conformance.brief(
+    lambda t: mtp(t, "dynamic", 0.3, kind="deepseek", nodes=8, top_k=3), accepts="some", families=("llama",)
+)
+TestOther = conformance.brief(lambda t: mtp(t, "static", kind="mimo"), families=("qwen3", "mistral"))
+TestAuto = conformance.brief(lambda t: goes_by(mtp(t, "auto")), families=("llama",))
+
+
+@pytest.mark.parametrize("name", ["embedding and hidden state swapped", "feedback on the wrong side of the norm"])
+def test_a_planted_mistake_changes_drafts(name: str) -> None:
+    """Catches a mistake that parity plants, and that changes nothing."""
+    target = target_of("llama")
+    drafter = mtp(target, "chain", depth=5)
+    wrong = next(one for one in declared(MTPShape) if one.name == name).plant(drafter)
+    drafts: list[list[Any]] = []
+    for each in (drafter, wrong):
+        propose, tokens = each.propose, list[Any]()
+
+        def noted(state: DecodeState, propose: Any = propose, tokens: list[Any] = tokens) -> Any:
+            draft = propose(state)
+            tokens.append(draft.tokens.tolist())
+            return draft
+
+        with mock.patch.object(each, "propose", noted):
+            generate(target, each, [prompt(9)], max_new_tokens=12, eos_token_id=NO_EOS)
+        drafts.append(tokens)
+    assert drafts[0] != drafts[1]
+
+
+# ------------------------------------------------------------------------------------------- the target's own layer
+
+
+def with_layer(folder: Path, kind: str, family: str = "llama", shards: int = 1, **more: Any) -> Any:
+    """Save a tiny target with an MTP layer in its files; return the layer's module."""
+    model = families.saved(family, families.DECODED[family] | more, folder)
+    torch.manual_seed(3)
+    head = new_head("mtp", model.config, kind=kind)
+    for weights in head.parameters():
+        if weights.dim() == 1:
+            weights.data.uniform_(0.5, 1.5)
+    extra = stored_names(head.state_dict(), kind, model.config)  # type: ignore[arg-type]
+    file = folder / "model.safetensors"
+    if shards == 1:
+        save_file(load_file(file) | extra, file, {"format": "pt"})
+        return head
+    whole = load_file(file)
+    parts = {"model-1.safetensors": whole, "model-2.safetensors": extra}
+    for name, part in parts.items():
+        save_file(part, folder / name, {"format": "pt"})
+    names = {key: name for name, part in parts.items() for key in part}
+    (folder / f"{file.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    file.unlink()
+    return head
+
+
+@pytest.mark.parametrize(("kind", "family"), [("qwen", "qwen3"), ("mimo", "qwen2"), ("deepseek", "glm4_moe")])
+def test_the_layer_in_a_targets_files(tmp_path: Path, kind: str, family: str) -> None:
+    """Catches tensors of another name, experts in another order, a layer that transformers' own loading trips over, and
+    copies of embedding and LM head taken for the layer's."""
+    head = with_layer(tmp_path, kind, family)
+    if kind == "deepseek":
+        file = tmp_path / "model.safetensors"
+        copies = {
+            f"model.layers.3.{name}": torch.randn(97, 48) for name in ("embed_tokens.weight", "shared_head.head.weight")
+        }
+        save_file(load_file(file) | copies, file, {"format": "pt"})
+    target = TargetModel.from_pretrained(str(tmp_path), "float32", "cpu")
+    drafter: Any = make_drafter("mtp", target, depth=2)
+    assert drafter.module.shape.kind == kind
+    weights = head.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in drafter.module.state_dict().items())
+    result = generate(target, drafter, [prompt(9)], max_new_tokens=12, eos_token_id=NO_EOS)
+    assert result.tokens[0].tolist() == plain_greedy(target, prompt(9), 12)
+    drafter.save_pretrained(tmp_path / "saved")
+    again: Any = load_drafter(str(tmp_path / "saved"), target)
+    assert again.module.shape == drafter.module.shape
+
+
+def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
+    """Catches a draft from random weights where the layer is missing, lacks tensors, or is one of several."""
+    families.saved("llama", {"num_nextn_predict_layers": 1}, tmp_path / "none")
+    target = TargetModel.from_pretrained(str(tmp_path / "none"), "float32", "cpu")
+    with pytest.raises(
+        ValueError, match="has no MTP layer; its config.json says num_nextn_predict_layers: the layer is"
+    ):
+        make_drafter("mtp", target)
+    with pytest.raises(ValueError, match="model_type 'deepseek_v3': the cache of an MTP layer has no latent attention"):
+        new_head("mtp", families.build("deepseek_v3", families.DECODED["deepseek_v3"]).config, kind="deepseek")
+    with_layer(tmp_path / "some", "qwen")
+    target = TargetModel.from_pretrained(str(tmp_path / "some"), "float32", "cpu")
+    with pytest.raises(ValueError, match="kind is mimo, and the MTP layer of .* is of kind qwen; leave it out"):
+        make_drafter("mtp", target, kind="mimo")
+    file = tmp_path / "some" / "model.safetensors"
+    whole = load_file(file)
+    for change, message in (
+        ({"mtp.norm.weight": None}, "norm.weight"),
+        ({"mtp.layers.1.mlp.down_proj.weight": torch.zeros(2, 2)}, r"has several MTP layers \(mtp.layers.1.\*\)"),
+        ({"mtp.fc.weight_scale": torch.ones(1)}, r"its MTP layer is quantised \(mtp.fc.weight_scale\)"),
+    ):
+        changed = {key: value for key, value in (whole | change).items() if value is not None}
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            make_drafter("mtp", target)
+
+
+# ------------------------------------------------------------------------------------------- stitching
+
+
+@pytest.mark.parametrize(("shards", "written"), [(1, "model.safetensors"), (2, "model-2.safetensors")])
+def test_stitching_changes_the_layer_alone(tmp_path: Path, shards: int, written: str) -> None:
+    """Catches a tensor of the target that changes, a target that is written into, a stale index, and a layer that is
+    read from another place than it was written to."""
+    with_layer(tmp_path / "target", "qwen", shards=shards)
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    drafter: Any = make_drafter("mtp", target)
+    for weights in drafter.module.parameters():
+        weights.data.mul_(1.25)
+    drafter.save_pretrained(tmp_path / "trained")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new"), "--target", str(tmp_path / "target")])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == before
+    changed = {path.name for path in (tmp_path / "new").iterdir() if path.read_bytes() != before.get(path.name)}
+    assert changed - {"config.json", "model.safetensors.index.json"} == {written}
+    stitched = TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu")
+    assert stitched.fingerprint() == target.fingerprint()
+    state = make_drafter("mtp", stitched).module.state_dict()  # type: ignore[attr-defined]
+    trained = load_checkpoint(tmp_path / "trained")[1]
+    assert trained.keys() == state.keys() and all(
+        torch.equal(value.float(), state[key]) for key, value in trained.items()
+    )
+
+
+def test_stitching_a_layer_into_a_target_without_any(tmp_path: Path) -> None:
+    """Catches an index without the new file, and a config.json that says that there is no layer."""
+    model = families.saved("qwen3", {}, tmp_path / "target")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    for name in ("target", "shards"):
+        target = TargetModel.from_pretrained(str(tmp_path / name), "float32", "cpu")
+        drafter = mtp(target, "chain")
+        drafter.save_pretrained(tmp_path / "trained")
+        program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new" / name)])
+        folder = tmp_path / "new" / name
+        assert json.loads((folder / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+        assert (folder / "model-mtp.safetensors").is_file() == (name == "shards")
+        stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(str(folder), "float32", "cpu"))
+        assert torch.equal(stitched.module.fc.weight, drafter.module.fc.weight.bfloat16().float())
+
+
+def test_stitching_what_does_not_belong_together(tmp_path: Path) -> None:
+    """Catches a layer in another target, one of another kind, another method's head, and a target that is no folder."""
+    with_layer(tmp_path / "target", "qwen")
+    families.saved("llama", {"vocab_size": 99}, tmp_path / "other")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    mtp(target, "chain", kind="mimo").save_pretrained(tmp_path / "mimo")
+    mtp(target, "chain").save_pretrained(tmp_path / "qwen")
+    new_drafter("eagle", target).save_pretrained(tmp_path / "eagle")
+    for checkpoint, name, message in (
+        ("qwen", str(tmp_path / "other"), "was trained for .* and .*other has the fingerprint"),
+        ("mimo", str(tmp_path / "target"), "is of kind mimo, and the MTP layer of .* of kind qwen"),
+        ("eagle", str(tmp_path / "target"), "holds a drafter of type 'eagle', and only mtp is stitched"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            program.main([str(tmp_path / checkpoint), "--out", str(tmp_path / "new"), "--target", name])
+    assert not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------------------- training
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run", head={"kind": "qwen"}, start="random")
+
+
+@pytest.mark.parametrize("keys", [{"kind": "qwen"}, {"kind": "deepseek", "state": tiny_run.TAP}], ids=str)
+def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], keys: dict[str, Any]) -> None:
+    """Catches steps about other tokens, a detached feedback, a wrong share of a step, and another state."""
+    config = tiny_run.read("mtp", settings | {"precision": "float32", "head": keys})
+    inputs = open_inputs(config)
+    task: Any = make_task(config, inputs.ends)
+    batch = collate(inputs.train, [1, 3], config.taps)
+    batch = replace(batch, rows=task.rows(batch))
+    found = task.losses(task.pairs(task.module, batch, seed=0))
+    found["loss"].backward()
+    gradients = {name: weights.grad.clone() for name, weights in task.module.named_parameters()}
+    task.module.zero_grad()
+    states, expected, count = task.features(batch)[0], torch.zeros(()), 0
+    for span in batch.spans:
+        for row in (row for row in batch.rows.tolist() if span.start <= row < span.start + span.length):
+            truth = inputs.ends.lm_head(batch.features[0, row + 1]).softmax(-1)  # of token row + 2
+            for step, share in enumerate((1, 0.6, 0.36)):
+                chain = states[span.start : row - step + 1][None]
+                for _ in range(step + 1):
+                    length = chain.shape[1]
+                    tokens = task.ends.embed(batch.input_ids[:, span.start + 1 : span.start + 1 + length])
+                    predicted = task.module(chain, tokens, torch.arange(length)[None])[:, -1:]
+                    chain = torch.cat([chain, predicted], dim=1)
+                q = inputs.ends.lm_head(task.module.scored(predicted))[0]
+                expected = expected + share / 1.96 * F.cross_entropy(q, truth[None])
+            count += 1
+    assert count > 5
+    torch.testing.assert_close(found["loss"], expected, rtol=1e-4, atol=1e-4)
+    expected.backward()
+    for name, weights in task.module.named_parameters():
+        torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel) -> None:
+    """Catches a layer that is trained and not exported, and figures without the chain's steps."""
+    _, names, drafter = tiny_run.learned("mtp", settings | {"steps": 40, "learning_rate": 3e-3}, target, below=0.9)
+    assert {"step_2_loss", "heldout_step_2_top1", "heldout_0-alpha"} <= names and drafter.name == "mtp"
+
+
+def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches new weights where the target has some, and a layer of another kind."""
+    head = with_layer(tmp_path / "own", "qwen")
+    stores = tiny_run.write_stores(
+        tmp_path / "stores", TargetModel.from_pretrained(str(tmp_path / "own"), "float32", "cpu")
+    )
+    settings |= {"target": str(tmp_path / "own"), "features": str(stores), "start": "target"}
+    config = tiny_run.read("mtp", settings)
+    task: Any = make_task(config, open_inputs(config).ends)
+    task.load()
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in task.module.state_dict().items())
+    config = tiny_run.read("mtp", settings | {"head": {"kind": "mimo"}})
+    with pytest.raises(
+        ValueError, match="head.kind is mimo, and the MTP layer of .* is of kind qwen; set head.kind=qwen"
+    ):
+        make_task(config, open_inputs(config).ends).load()
+
+
+def test_a_layer_that_knows_the_text_drafts_it(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
+    """Catches inputs in decoding that are not those of training: an overfit layer is accepted nearly always."""
+    run = tiny_run.train_here("mtp", settings | {"steps": 300, "learning_rate": 1e-2, "warmup_steps": 5})
+    drafter: Any = load_drafter(str(run.config.out), target)
+    batch = collate(run.inputs.train, [3], ())
+    ids, rows = batch.input_ids, run.task.rows(batch)
+    output = target.features(ids)
+    positions = torch.arange(ids.shape[1] - 1)[None]
+    predicted = drafter.module(output.features[:, :-1], target.embed(ids[:, 1:]), positions)
+    ours = target.lm_head(drafter.module.scored(predicted))[0].argmax(-1)[rows]
+    theirs = target.lm_head(output.features)[0].argmax(-1)[rows + 1]
+    assert len(rows) > 8 and (ours == theirs).float().mean() > 0.9

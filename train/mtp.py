@@ -1,0 +1,122 @@
+"""Fine-tune the MTP layer that a target ships, or train one from nothing for a target without any.
+
+    deepspeed train/mtp.py --config configs/mtp/stdlib.yaml [--resume] [key=value ...]
+    python train/mtp.py --config configs/mtp/stdlib.yaml --dry-run    # check; estimate memory, disk, time
+    python -m drafters.stitch runs/mtp --out FOLDER    # the target with the trained layer in its own files
+
+Its options, processes and files are those of train/eagle.py.
+"""
+
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
+
+from pydantic import Field
+
+from drafters.heads.mtp.shape import MTPShape
+from train.core.config import Decay, TrainConfig
+from train.preflight.command import program
+
+
+class MTPConfig(TrainConfig):
+    """The keys of an MTP run."""
+
+    drafter: ClassVar[str] = "mtp"
+
+    head: MTPShape
+    start: Literal["target", "random"] = Field(
+        "target", description="first weights without init_from: the layer in the target's own files, or a new one"
+    )
+    unroll: int = Field(3, ge=1, le=8, description="steps from each trained position; FastMTP and speculators take 3")
+    step_decay: Decay = Field(0.6, description="weight of each step's loss, as a share of the one before")
+
+
+if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
+    program(MTPConfig, __doc__)
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.heads.mtp.own import load_own
+from drafters.hub.checkpoint import load_state
+from drafters.model.ends import FrozenEnds
+from train.core.losses import Pairs
+from train.core.task import Ratio, target_states
+from train.core.unroll import UnrolledTask
+from train.data.packing import Batch
+from train.watch.alpha import chain_figures
+
+CHAIN_DEPTH = 3  # of the chain that tau is measured with
+
+
+class MTPTask(UnrolledTask):
+    """FastMTP (arXiv 2509.18362), K steps from every index, f the target's hidden states, a the layer, p the target's
+    distribution in place of the text's token:
+
+    a^0_i = layer(f_1 .. f_i, t_2 .. t_{i+1}),  a^n_i = layer(f_1 .. f_i, a^0_i .. a^{n-1}_i, t ..)
+    L     = sum_n w_n CrossEntropy(p_{i+n+2}, q^n_i),  w_n = 0.6^n / sum_m 0.6^m
+
+    The gradient flows through what is fed back. Embedding and LM head are frozen.
+    """
+
+    schema = MTPConfig
+    config: MTPConfig
+    detach = False
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
+        "tree": {"tree": "dynamic"},
+    }
+    constant_inputs = ()
+
+    def __init__(self, config: MTPConfig, ends: FrozenEnds) -> None:
+        super().__init__(config, ends)
+        self.predictions = self.passes = config.unroll
+
+    def load(self) -> None:
+        """With ``start: target``, read the layer of the target's files.
+
+        Raises:
+            ValueError: there is none, one of another kind, or one that does not fit the target's family.
+        """
+        if self.config.start == "random" or self.config.init_from is not None:
+            return
+        kind, weights = load_own(self.config.target, self.config.revision)
+        if kind != self.config.head.kind:
+            raise ValueError(
+                f"head.kind is {self.config.head.kind}, and the MTP layer of {self.config.target} is of kind {kind}; "
+                f"set head.kind={kind}, or start=random for a new layer"
+            )
+        load_state(self.drafting_module, weights, f"the MTP layer of {self.config.target}")
+
+    def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
+        targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
+        return Pairs(self.chains(module, batch, seed), targets)
+
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        raise NotImplementedError("an MTP layer is trained on several steps: pairs")
+
+    def losses(self, pairs: Pairs) -> dict[str, Tensor]:
+        """L; and the loss of each step."""
+        each = self.heads.classification(pairs)
+        decay = self.config.step_decay ** torch.arange(len(each), device=each.device)
+        names = {f"step_{n}_loss": part for n, part in enumerate(each.unbind())}
+        return {"loss": (decay / decay.sum() * each).sum()} | names
+
+    def heldout(self, module: Any, batch: Batch, pairs: Pairs) -> dict[str, Ratio]:
+        return chain_figures(self, module, batch, pairs)
+
+    def features(self, batch: Batch) -> Tensor:
+        state = self.config.head.state
+        return batch.features if state is None else batch.taps[state]
+
+    def scored(self, outputs: Tensor) -> Tensor:
+        head: Any = self.module
+        return head.scored(outputs)
+
+
+TASK = MTPTask
