@@ -102,7 +102,7 @@ def test_the_journal_holds_all_of_every_run() -> None:
         "stock": lambda ids, seed, most: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
     }
     runs = list(measure(lambda *_: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8)))
-    runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5, expected=Expected(2, 3.0, 2.5, "x"))
+    runs[0] = replace(runs[0], energy_joules=1 / 7, expected=Expected(2, 3.0, 2.5, "x"))
     lines = [json.dumps(journal_line(run, PROMPTS[run.prompt])) for run in runs]
     assert [run_from_line(json.loads(line)) for line in lines] == runs
 
@@ -201,8 +201,8 @@ def test_every_figure_of_the_steps_by_hand() -> None:
 def test_energy_is_of_all_tokens_of_all_calls() -> None:
     """Catches a mean of the calls' own figures, the first token left out, and a missing reading taken for zero."""
     runs = [replace(make_run(0, 4, 1.0), energy_joules=10.0), replace(make_run(1, 9, 1.0), energy_joules=5.0)]
-    assert joules_per_token(runs) == {"joules_per_token": 1.0, "host_joules_per_token": None}
-    assert joules_per_token([*runs, make_run(2, 4, 1.0)])["joules_per_token"] is None
+    assert joules_per_token(runs) == 1.0
+    assert joules_per_token([*runs, make_run(2, 4, 1.0)]) is None
 
 
 def test_the_median_round_counts() -> None:

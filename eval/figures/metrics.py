@@ -202,18 +202,13 @@ def by_context(runs: Sequence[Run], lengths: Sequence[int]) -> list[dict[str, An
     ]
 
 
-def joules_per_token(runs: Sequence[Run]) -> dict[str, float | None]:
+def joules_per_token(runs: Sequence[Run]) -> float | None:
     """Return the energy of whole calls, prefill included, over all new tokens; None if one is unknown.
 
     A call may be shorter than the counter's resolution, so give the runs of all prompts and rounds.
     """
-    tokens = sum(len(run.tokens) for run in runs)
-    device = [run.energy_joules for run in runs if run.energy_joules is not None]
-    host = [run.host_energy_joules for run in runs if run.host_energy_joules is not None]
-    return {
-        "joules_per_token": sum(device) / tokens if len(device) == len(runs) else None,
-        "host_joules_per_token": sum(host) / tokens if len(host) == len(runs) else None,
-    }
+    joules = [run.energy_joules for run in runs if run.energy_joules is not None]
+    return sum(joules) / sum(len(run.tokens) for run in runs) if len(joules) == len(runs) else None
 
 
 def _mean(values: Sequence[float], scale: float = 1.0) -> float | None:

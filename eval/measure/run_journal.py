@@ -23,7 +23,7 @@ JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"
 START = ("date", "load_average")
 RUN_FIELDS = (
     "method", "temperature", "round", "tokens", "prefill_seconds", "decode_seconds", "wall_seconds", "first_tokens",
-    "energy_joules", "host_energy_joules",
+    "energy_joules",
 )  # fmt: skip
 STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
 TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")

@@ -83,8 +83,7 @@ class Run(Outcome):
 
     Attributes:
         prompt: its index; of a batch, the index of its first prompt, the others follow.
-        energy_joules, host_energy_joules: energy of the whole call: the device's and, beside a GPU, the CPU's; None if
-            not available.
+        energy_joules: energy of the whole call; None if not available.
     """
 
     method: str
@@ -93,7 +92,6 @@ class Run(Outcome):
     prompt: int
     wall_seconds: float
     energy_joules: float | None = None
-    host_energy_joules: float | None = None
 
     @property
     def decoded_tokens(self) -> int:
@@ -110,8 +108,7 @@ class Run(Outcome):
         if not self.lengths:
             return [self]
         shared: dict[str, Any] = dict.fromkeys(("prefill_seconds", "decode_seconds", "wall_seconds"), 0.0)
-        shared |= {"energy_joules": None, "host_energy_joules": None}
-        bare = replace(self, **shared, first_tokens=1, lengths=())
+        bare = replace(self, **shared, energy_joules=None, first_tokens=1, lengths=())
         outputs = []
         for row, tokens in enumerate(self.rows()):
             trace = Trace([step for step in self.trace.steps if step.row == row]) if self.trace else None
@@ -223,8 +220,7 @@ def _run(
             ) from error
         failed[key] = f"{'in the warm-up, ' if index < 0 else ''}{reason}{_where(error)}"
         return Run([], 0.0, 0.0, failure=failed[key], lengths=lengths, wall_seconds=0.0, **place)
-    place |= {"energy_joules": joules.device, "host_energy_joules": joules.host}
-    return Run(**vars(outcome), **place, wall_seconds=wall)
+    return Run(**vars(outcome), **place, energy_joules=joules.device, wall_seconds=wall)
 
 
 def _where(error: BaseException) -> str:

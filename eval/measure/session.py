@@ -188,7 +188,7 @@ def measure_all(session: Session, journal: RunJournal, rank: Rank) -> None:
     measured = [prompts.measured[number] for number in session.share]
     sizes = itertools.product(config.temperatures, config.batch)
     total = sum(len(session.labels(t, batch)) * (len(measured) // batch) for t, batch in sizes) * config.rounds
-    meter = EnergyMeter(session.models.target.device, shared=rank.count > 1)
+    meter = EnergyMeter(session.models.target.device)
     done = list(journal.runs)
     with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:
         arguments = session.methods, measured, prompts.warmup, config.temperatures, config.rounds, session.limits

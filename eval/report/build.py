@@ -152,7 +152,7 @@ def _baseline(temperature: float, batch: int, plain: Rounds, stock: Rounds | Non
         "loop_share": len(_looping(outputs)) / len(outputs),
         "stock_generate_tokens_per_second": metrics.tokens_per_second([typical_run(each) for each in stock or ()]),
         "over_stock_generate": paired_speedup(plain, stock).speedup if stock else None,
-        "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"] if stock else None,
+        "stock_generate_joules_per_token": joules_per_token(list(chain(*stock))) if stock else None,
         "stock_generate_exact_match": exact if stock and temperature == 0 else None,
     }
 
@@ -168,7 +168,7 @@ def _row(rounds: Rounds, plain: Rounds, prompts: list[Prompt], seed: int) -> dic
     looping = _looping(outputs)
     steady = [place for place, run in enumerate(typical) if not any(one.prompt in looping for one in run.outputs())]
     row = metrics.acceptance(outputs, looping) | metrics.times(typical) | metrics.expected(typical)
-    row |= joules_per_token(list(chain(*rounds))) | asdict(paired_speedup(rounds, plain, seed))
+    row |= asdict(paired_speedup(rounds, plain, seed)) | {"joules_per_token": joules_per_token(list(chain(*rounds)))}
     row |= {
         "speedup_without_loops": _speedup_on(steady, rounds, plain),
         "loop_share": len(looping) / len(outputs),

@@ -38,7 +38,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "exact": lambda row: number(row["exact_match"], 3),
     "ppl": lambda row: number(row["perplexity"], 2),
     "J/token": lambda row: number(row["joules_per_token"], 3),
-    "host J/token": lambda row: number(row["host_joules_per_token"], 3),
     "draft ms": lambda row: number(row["draft_ms"], 2),
     "verify ms": lambda row: number(row["verify_ms"], 2),
     "commit ms": lambda row: number(row["other_ms"], 2),
@@ -61,10 +60,8 @@ class Section:
 
 
 def columns_of(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
-    """Return the columns; the host's energy only if it was measured (beside a GPU), the batch only if it is not 1."""
-    hidden = set() if any(row["host_joules_per_token"] is not None for row in report["rows"]) else {"host J/token"}
-    hidden |= set() if report["environment"]["batch"] != 1 else {"batch"}
-    return {name: cell for name, cell in COLUMNS.items() if name not in hidden}
+    """Return the columns; the batch only if it is not 1."""
+    return {name: cell for name, cell in COLUMNS.items() if name != "batch" or report["environment"]["batch"] != 1}
 
 
 def failed_cells(row: Row, columns: list[str]) -> list[str]:

@@ -151,9 +151,5 @@ def software_line(facts: dict[str, Any]) -> str:
 
 def about_energy(energy: dict[str, Any]) -> list[str]:
     """Return how the joules were measured, or why not; ``energy`` is the meter's description."""
-    names = {"device": "energy", "host": "energy of the host"}
-    return [
-        f"{name}: {'' if energy[place]['available'] else 'not available: '}{energy[place]['how']}"
-        for place, name in names.items()
-        if place in energy
-    ]
+    device = energy.get("device")
+    return [f"energy: {'' if device['available'] else 'not available: '}{device['how']}"] if device else []

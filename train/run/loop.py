@@ -246,7 +246,6 @@ class TrainRun:
         progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
         progress.epoch, progress.batch = data.following.epoch, data.following.batch
         progress.seconds = self.limits.elapsed()
-        self.energy.tick()
         self.meter.step_done(batches)
         self._report(bar, losses, norm, rate, tokens / (time.monotonic() - began))
 
@@ -307,7 +306,6 @@ class TrainRun:
         if not self.config.tau_every:
             return
         began, step, keeper = time.monotonic(), self.progress.step, self.keeper
-        self.energy.lap()
         weights = self._weights()
         figures = self._tau_figures(weights, bar)
         tau = float(self._total([figures.get(TAU, 0.0)]))  # of all ranks, which so decide the same; 0: not measured
