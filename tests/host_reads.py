@@ -29,9 +29,7 @@ ALLOWED = {
         "cost the shallow layers of all its tokens. `eta: 0` reads once",
     ),
     "bild": Allowed(6, "after each draft token, the confidence decides whether the target takes over"),
-    "llmcad": Allowed(
-        13, "the host gives tokens to branches by confidence, level by level, also while the target verifies"
-    ),
+    "llmcad": Allowed(8, "the host gives tokens to branches by confidence, level by level"),
     "ouroboros": Allowed(
         8,
         "phrases are looked up on the host by the draft model's last token: one read per forward of the draft model, "

@@ -37,8 +37,8 @@ def decoded(target: TargetModel, drafter: Any, seed: int = 0, new: int = 12) -> 
 
 
 def test_each_model_captures_on_a_stream_of_its_own(gpu: SimulatedCuda) -> None:
-    """Catches graphs of a target and of its draft model that share cuBLAS' workspace, which is a stream's: they may run
-    at the same time (LLMCad), and the one that was there first may go first."""
+    """Catches graphs of a target and of its draft model that share cuBLAS' workspace, which is a stream's: the one
+    that was there first may go first."""
     target = on_gpu()
     draft = perturbed(target, 0.05)
     gpu.captured_on.clear()

@@ -180,7 +180,7 @@ class GraphRunner(Runner):
 
     def _graph_of(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
         # Streams of this runner's own: cuBLAS keeps a workspace for each, which a graph knows by its address. Another
-        # runner's graphs may run at the same time (a draft model's), and go away before these do.
+        # runner's graphs (a draft model's) may go away before these do.
         if self._streams is None:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         side, stream = self._streams

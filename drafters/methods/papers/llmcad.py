@@ -1,14 +1,11 @@
 """LLMCad (Xu et al. 2023): a draft model grows a token tree by its own confidence. Lossless: nodes are deterministic.
 
-The paper's three parts: branches get tokens in proportion to their confidence (``TokenTree``). Drafting ends when the
-likeliest branch falls below a threshold, which adapts after each verification (``next_alpha``). Drafting continues
-while the target verifies (``LLMCadDrafter.while_verifying``).
+Branches get tokens in proportion to their confidence (``TokenTree``). Drafting ends when the likeliest branch falls
+below a threshold, which adapts after each verification (``next_alpha``). The paper's third part, drafting while the
+target verifies, is left out.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +17,6 @@ from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree, see_ancestors, to_device
-from drafters.model.backend import most_likely
 from drafters.model.rows import Rows
 from drafters.model.target import FeatureOutput, TargetModel
 
@@ -31,13 +27,11 @@ class LLMCadOptions(DraftModelOptions):
     ``nodes``: M, most tokens of a tree.
     ``branches``: N, most branches that grow at the same time.
     ``alpha``: fallback threshold at the beginning of each prompt.
-    ``overlap``: continue drafting while the target verifies; null does so on CUDA only, because a CPU gains nothing.
     """
 
     nodes: DraftSize = Field(16, ge=1)
     branches: DraftSize = Field(4, ge=1)
     alpha: float = Field(0.01, gt=0.0, le=1.0)
-    overlap: bool | None = None
 
 
 class TokenTree:
@@ -100,10 +94,6 @@ class TokenTree:
         through = self.see[1 : len(self.tokens) + 1, node + 1]
         return max(length for length, included in zip(self.lengths, through.tolist(), strict=True) if included)
 
-    def path(self, node: int) -> list[int]:
-        """The nodes from the root's child down to ``node``."""
-        return np.flatnonzero(self.see[node + 1, 1:]).tolist()
-
 
 def next_alpha(alpha: float, correct: int, total: int, confidence: float) -> float:
     """Return the fallback threshold after a verification, in (0, 1].
@@ -122,21 +112,6 @@ def next_alpha(alpha: float, correct: int, total: int, confidence: float) -> flo
     return min(max(alpha, sys.float_info.min), 1.0)
 
 
-@dataclass
-class Ahead:
-    """A tree drafted during verification, valid if the target accepts ``path`` with the bonus ``guess``.
-
-    Attributes:
-        path: the likeliest branch of the tree under verification, as nodes.
-        guess: the draft model's choice after it.
-        tree: the tree after ``guess``.
-    """
-
-    path: list[int]
-    guess: int
-    tree: TokenTree
-
-
 class LLMCadDrafter(DraftModelDrafter):
     """Grows a token tree level by level, with one copy to the host per level, since the next level depends on it."""
 
@@ -147,127 +122,44 @@ class LLMCadDrafter(DraftModelDrafter):
         super().__init__(target, options)
         self.nodes, self.branches, self.first_alpha = options.nodes, options.branches, options.alpha
         self.max_draft = self.nodes
-        on_cuda = target.device.type == "cuda"
-        self.overlap = on_cuda if options.overlap is None else options.overlap
-        self._side = torch.cuda.Stream(target.device) if on_cuda and self.overlap else None  # for drafting ahead
-        self._drafted: torch.cuda.Event | None = None
-        self.more_rows = 2 * self.nodes + 2  # two trees in one cache; between them the end of a branch and the guess
+        self.more_rows = self.nodes
         self._tree: TokenTree | None = None
-        self._ahead: Ahead | None = None
         self.alpha = self.first_alpha
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self._side is not None:  # the side stream may still write to the old cache
-            torch.cuda.current_stream(self.target.device).wait_stream(self._side)
         super().begin(state, output)
-        if self._side is not None:
-            self._cache.record_stream(self._side)
-        self._tree, self._ahead, self.alpha = None, None, self.first_alpha
+        self._tree, self.alpha = None, self.first_alpha
 
     def propose(self, state: DecodeState) -> DraftTree:
         if state.room() < 2:
             return state.nothing
-        if self._ahead is None:
-            features = self._catch_up(state)
-            self._tree = TokenTree(self.nodes, self.branches, self.alpha, state.room() - 1, features)
-        else:
-            self._tree, self._ahead = self._ahead.tree, None
-        self._grow(self._tree, [], [])
-        if self._side is not None:
-            self._drafted = torch.cuda.current_stream(self.target.device).record_event()
-        return DraftTree.from_parents(torch.tensor([self._tree.tokens], device=self.target.device), self._tree.parents)
-
-    def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
-        if self.overlap and self._tree is not None and draft.size:
-            with self._beside() as verifying:
-                self._ahead = self._draft_ahead(self._tree, state.room(), verifying)
-
-    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        tree, ahead, self._ahead = self._tree, self._ahead, None
-        assert tree is not None
-        if self._side is not None:
-            main = torch.cuda.current_stream(self.target.device)
-            main.wait_stream(self._side)
-            if ahead is not None:
-                ahead.tree.features.record_stream(main)
-        # Adapt the threshold to the outcome.
-        path = [row - 1 for row in verdict.rows[0][1:]]
-        total = tree.branch_length(path[-1] if path else ROOT)
-        self.alpha = next_alpha(self.alpha, len(path), total, tree.confidence[0])
-        # Commit the cache slots of the accepted nodes. Nodes of the last level have none.
-        inner = tree.level[0]
-        if ahead is None or path != ahead.path or verdict.tokens[0][-1] != ahead.guess:
-            self._cache.commit([[node for node in path if node < inner]])
-            return
-        # Right guess: move the slots drafted ahead behind the accepted ones, then uncommit them.
-        known = self._cache.lengths[0] + len(path) + 1
-        rows = len(ahead.tree.tokens) if not ahead.tree.done else ahead.tree.level[0]
-        self._cache.commit([[*path[:-1], *range(inner, inner + 2 + rows)]])
-        self._cache.crop([known])
-        self._ahead = ahead
-
-    @contextmanager
-    def _beside(self) -> Iterator[Callable[[], bool]]:
-        """Run the block in parallel to the target's forward; yields a function: does that forward still run?"""
-        if self._side is None:
-            yield lambda: True
-            return
-        assert self._drafted is not None
-        verified = torch.cuda.current_stream(self.target.device).record_event()
-        self._side.wait_event(self._drafted)  # waiting for the whole main stream would include the target's forward
-        with torch.cuda.stream(self._side):
-            yield lambda: not verified.query()
-
-    def _draft_ahead(self, tree: TokenTree, room: int, verifying: Callable[[], bool]) -> Ahead | None:
-        """Draft the next tree under the guess that the likeliest branch and the draft model's next token are accepted.
-
-        None if the limit leaves no room for it.
-        """
-        path, length = tree.path(tree.level[0]), tree.lengths[-1]
-        if room - length - 1 < 2:
-            return None
-        # Forward the end of the branch, which gives the guess, and then the guess.
-        inner = tree.level[0]
-        see = [node in path for node in range(inner)] + [True]
-        depths = [length - 1 for length in tree.lengths[: inner + 1]]
-        end = self._run([tree.tokens[inner]], np.array([see]), depths, inner)
-        guess = int(self.lm_head.tokens(most_likely(self.lm_head(end))))
-        see, depths = [*see, True], [*depths, length]
-        features = self._run([guess], np.array([see]), depths, inner + 1)
-        # Grow the next tree with the threshold that follows from a right draft.
-        alpha = next_alpha(self.alpha, length, length, tree.confidence[0])
-        follows = TokenTree(self.nodes, self.branches, alpha, room - length - 2, features)
-        self._grow(follows, see, depths, verifying)
-        return Ahead(path, guess, follows)
-
-    def _grow(
-        self, tree: TokenTree, see: list[bool], depths: list[int], more: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Grow a tree until it is done or ``more`` returns False.
-
-        Args:
-            see: True for each uncommitted token before the tree that its nodes attend to.
-            depths: depths of these tokens.
-        """
-        base = depths[-1] if depths else -1
-        while not tree.done and more():
+        features = self._catch_up(state)
+        self._tree = tree = TokenTree(self.nodes, self.branches, self.alpha, state.room() - 1, features)
+        while not tree.done:
             # The likeliest tokens after each branch, in one copy to the host.
             logits = self.lm_head(tree.features)  # [R, W]
             q, places = logits.softmax(-1, dtype=torch.float32).topk(min(self.branches, logits.shape[-1]), -1)
             tokens = self.lm_head.tokens(places)
             both = torch.stack([q.double(), tokens.double()]).tolist()
             tree.extend(both[0], [[int(token) for token in row] for row in both[1]])
-            if tree.done:
-                break
-            # Forward the new level: each node attends to ``see`` and to its ancestors.
-            first, last = tree.level[0], tree.level[-1] + 1
-            before = np.tile(np.array(see, dtype=bool), (last - first, 1))
-            seen = np.concatenate([before, tree.see[first + 1 : last + 1, 1 : last + 1]], 1)
-            positions = depths + [base + length for length in tree.lengths]
-            tree.features = self._run(tree.tokens[first:], seen, positions, len(see) + first)
+            if not tree.done:
+                tree.features = self._forward_level(tree)
+        return DraftTree.from_parents(torch.tensor([tree.tokens], device=self.target.device), tree.parents)
 
-    def _run(self, tokens: list[int], see: np.ndarray, depths: list[int], offset: int) -> Tensor:
-        """Features ``[R, H]`` of the draft model after R uncommitted tokens; see ``Rows`` for the last three."""
-        ids, positions, seen = to_device(self.target.device, tokens, depths, see.ravel().tolist())
-        rows = Rows(seen.view(1, *see.shape).bool(), positions[None], offset)
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        tree = self._tree
+        assert tree is not None
+        path = [row - 1 for row in verdict.rows[0][1:]]
+        total = tree.branch_length(path[-1] if path else ROOT)
+        self.alpha = next_alpha(self.alpha, len(path), total, tree.confidence[0])
+        # Nodes of the last level have no cache slots.
+        self._cache.commit([[node for node in path if node < tree.level[0]]])
+
+    def _forward_level(self, tree: TokenTree) -> Tensor:
+        """Features ``[R, H]`` of the draft model after the R nodes of the last level."""
+        first, last = tree.level[0], tree.level[-1] + 1
+        seen = tree.see[first + 1 : last + 1, 1 : last + 1]
+        depths = [length - 1 for length in tree.lengths]
+        ids, positions, see = to_device(self.target.device, tree.tokens[first:], depths, seen.ravel().tolist())
+        rows = Rows(see.view(1, *seen.shape).bool(), positions[None], first)
         return self.draft_model.run(ids[None], self._cache, rows).features[0]
