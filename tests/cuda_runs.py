@@ -14,9 +14,9 @@ from conformance import NO_EOS, prompt, rows_of
 from rigged import dflash, dflash2, dspark, eagle, eagle3, kangaroo, medusa, peagle, perturbed, quiet_depths
 from simulated_cuda import SimulatedCuda
 
+from data_prep.answers.datastore import datastore_of, save_datastore
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.drafting.datastore import Datastore, save_datastore
-from drafters.drafting.token_file import vocabulary_facts
+from drafters.drafting.datastore import vocabulary_facts
 from drafters.loop import generate as loop
 
 RATES = [0.8, 0.6, 0.4]
@@ -62,7 +62,7 @@ def _rest(target: TargetModel, models: Models) -> Drafter:
     facts = vocabulary_facts(target.name, target.vocab_size, None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "texts.safetensors"
-        save_datastore(path, Datastore.of([prompt(60, seed) for seed in range(8)]), facts)
+        save_datastore(path, datastore_of([prompt(60, seed) for seed in range(8)]), facts)
         return make_drafter("rest", target, datastore=str(path), min_ngram=1, nodes=8)
 
 

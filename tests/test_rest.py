@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from test_suffix import places, state_of
 
 from data_prep import datastore as program
+from data_prep.answers.datastore import datastore_of, save_datastore, suffix_order
 from drafters import TargetModel, make_drafter
-from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
+from drafters.drafting.datastore import load_datastore, vocabulary_facts
 from drafters.drafting.retrieval import BETWEEN, Copy
-from drafters.drafting.token_file import vocabulary_facts
 from drafters.methods.papers.rest import RestDrafter
 
 
 def written(path: Path, texts: list[list[int]], target: TargetModel) -> str:
     """The file of a datastore for a target."""
-    save_datastore(path, Datastore.of(texts), vocabulary_facts(target.name, target.vocab_size, None))
+    save_datastore(path, datastore_of(texts), vocabulary_facts(target.name, target.vocab_size, None))
     return str(path)
 
 
@@ -66,7 +66,7 @@ def test_matches_are_those_of_a_scan() -> None:
     dice, found = random.Random(1), set()
     for _ in range(60):
         texts = [[dice.randrange(3) for _ in range(dice.randrange(1, 30))] for _ in range(3)]
-        store = Datastore.of(texts)
+        store = datastore_of(texts)
         whole = [token for text in texts for token in (*text, BETWEEN)]
         assert store.tokens.tolist() == whole
         query = [dice.randrange(3) for _ in range(dice.randrange(1, 12))]
@@ -143,7 +143,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     path = Path(written(tmp_path / "s.safetensors", [[5, 6, 7]], target))
     facts = vocabulary_facts("other", target.vocab_size + 1, None)
     other = tmp_path / "o.safetensors"
-    save_datastore(other, Datastore.of([[5]]), facts)
+    save_datastore(other, datastore_of([[5]]), facts)
     with pytest.raises(ValueError, match=f"is of other, whose vocabulary has {target.vocab_size + 1} tokens"):
         load_datastore(str(other), target)
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-4])
@@ -153,6 +153,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for name, changed in (
         ("ids", arrays | {"tokens": arrays["tokens"] + target.vocab_size}),
         ("place", arrays | {"suffixes": arrays["suffixes"] + 1}),
+        ("shape", arrays | {"suffixes": arrays["suffixes"][:-1]}),
     ):
         save_file(changed, tmp_path / f"{name}.safetensors", metadata)
     for name, said in {
@@ -161,13 +162,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "plain": "no datastore of version 1",
         "ids": "damaged: tokens run from",
         "place": "damaged: suffixes run from 1 to 4, not from 0 to 3",
+        "shape": r"must hold .*'suffixes': 'int32\[3\]'",
     }.items():
         with pytest.raises(ValueError, match=said):
             make_drafter("rest", target, datastore=str(tmp_path / f"{name}.safetensors"))
     with pytest.raises(ValueError, match="min_ngram is 4 and max_ngram 3"):
         make_drafter("rest", target, datastore=str(path), min_ngram=4, max_ngram=3)
     with pytest.raises(ValueError, match="a datastore needs at least one token"):
-        Datastore.of([[]])
+        datastore_of([[]])
 
 
 def test_the_program(tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

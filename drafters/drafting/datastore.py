@@ -4,19 +4,23 @@ The file is mapped into memory, so that a lookup reads only the parts it needs. 
 one.
 """
 
+import hashlib
+import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
+from drafters.common.paths import readable
+from drafters.drafting.draft_model import vocabulary
 from drafters.drafting.retrieval import BETWEEN
-from drafters.drafting.token_file import check_range, load_tokens, save_tokens
 from drafters.model.target import TargetModel
 
-CONTENT, MADE = "datastore", "python -m data_prep.datastore makes one"
-SORTED = 32  # tokens that suffixes are sorted by; equal ones are in the order of the datastore
+KIND = {"content": "datastore", "format_version": "1"}  # in the file's metadata, beside ``vocabulary_facts``
+MADE = "python -m data_prep.datastore makes one"
 
 
 class Datastore(NamedTuple):
@@ -29,21 +33,6 @@ class Datastore(NamedTuple):
 
     tokens: np.ndarray
     suffixes: np.ndarray
-
-    @classmethod
-    def of(cls, texts: Iterable[Sequence[int]]) -> "Datastore":
-        """Build a datastore in O(n log n) for n tokens, with about 60 bytes of memory per token.
-
-        Raises:
-            ValueError: no tokens, or too many for int32.
-        """
-        pieces = [piece for text in texts if len(text) for piece in (np.asarray(text, np.int32), [BETWEEN])]
-        if not pieces:
-            raise ValueError("a datastore needs at least one token, found none in the texts")
-        tokens = np.concatenate(pieces).astype(np.int32)
-        if len(tokens) > np.iinfo(np.int32).max:
-            raise ValueError(f"a datastore holds at most 2,147,483,647 tokens, found {len(tokens):,}")
-        return cls(tokens, suffix_order(tokens, SORTED).astype(np.int32))
 
     def find(self, text: Sequence[int], shortest: int, longest: int) -> tuple[int, range]:
         """Find the longest match of the last tokens of ``text``.
@@ -76,35 +65,10 @@ class Datastore(NamedTuple):
         return lambda at: tokens[at : at + size].tolist()
 
 
-def suffix_order(tokens: np.ndarray, depth: int) -> np.ndarray:
-    """Starts of the suffixes of ``tokens [n]``, int64 ``[n]``, sorted by at least their first ``depth`` tokens.
-
-    Prefix doubling: the rank by 2k tokens follows from the rank by k tokens of the suffix and of the one k later.
-    """
-    size = len(tokens)
-    rank = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    order, known = np.argsort(rank, kind="stable"), 1
-    while known < depth:
-        key = rank * (size + 1)
-        key[:-known] += rank[known:] + 1  # a suffix that has ended sorts first
-        order = np.argsort(key, kind="stable")
-        ascending = key[order]
-        steps = np.concatenate([[0], np.cumsum(ascending[1:] != ascending[:-1])])
-        rank = np.empty_like(steps)
-        rank[order] = steps
-        known *= 2
-        if steps[-1] == size - 1 or known >= size:
-            break
-    return order
-
-
-def save_datastore(path: Path, store: Datastore, vocabulary: dict[str, str]) -> None:
-    """Write a datastore. The file is replaced atomically.
-
-    Args:
-        vocabulary: ``vocabulary_facts`` of the model that the token ids belong to.
-    """
-    save_tokens(path, CONTENT, store._asdict(), vocabulary)
+def vocabulary_facts(name: str, size: int, tokens: dict[str, int] | None) -> dict[str, str]:
+    """A model's name, its vocabulary size, and a hash of its tokenizer's vocabulary; empty without a tokenizer."""
+    digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else ""
+    return {"model": name, "vocab_size": str(size), "vocabulary": digest}
 
 
 def load_datastore(path: str, target: TargetModel) -> Datastore:
@@ -113,10 +77,42 @@ def load_datastore(path: str, target: TargetModel) -> Datastore:
     Raises:
         ValueError: no such file, an incomplete or other file, or a datastore of another vocabulary.
     """
-    store = Datastore(*load_tokens(Path(path), CONTENT, Datastore._fields, target, MADE))
-    size = len(store.tokens)
-    if len(store.suffixes) != size or not size:
-        raise ValueError(f"{path} is damaged: it has {size} tokens and {len(store.suffixes)} suffixes; {MADE}")
-    check_range(Path(path), "tokens", store.tokens, BETWEEN, target.vocab_size - 1, MADE)
-    check_range(Path(path), "suffixes", store.suffixes, 0, size - 1, MADE)
+    if not Path(path).is_file():
+        raise ValueError(f"there is no datastore at {path}: {MADE}")
+    try:
+        with safe_open(readable(Path(path)), framework="pt") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no datastore, or only part of one ({error}): {MADE}") from error
+    if not KIND.items() <= metadata.items():
+        raise ValueError(f"{path} is a safetensors file but no datastore of version {KIND['format_version']}: {MADE}")
+    check_vocabulary(path, metadata, target)
+    contents = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+    size = arrays["tokens"].size if "tokens" in arrays else 0
+    if not size or contents != dict.fromkeys(Datastore._fields, f"int32[{size}]"):
+        raise ValueError(f"{path} is damaged: it must hold int32 tokens[n] and suffixes[n], found {contents}; {MADE}")
+    store = Datastore(**arrays)
+    for name, array, least, most in (
+        ("tokens", store.tokens, BETWEEN, target.vocab_size - 1),
+        ("suffixes", store.suffixes, 0, size - 1),
+    ):
+        if not least <= array.min() <= array.max() <= most:
+            problem = f"{name} run from {array.min()} to {array.max()}, not from {least} to {most}"
+            raise ValueError(f"{path} is damaged: {problem}; {MADE}")
     return store
+
+
+def check_vocabulary(path: str, metadata: dict[str, str], target: TargetModel) -> None:
+    """Raise ValueError if the ``metadata`` of a datastore say that its token ids are not the target's."""
+    maker, facts = metadata.get("model"), vocabulary_facts(target.name, target.vocab_size, vocabulary(target))
+    theirs, ours = metadata.get("vocabulary"), facts["vocabulary"]  # each is empty without a tokenizer
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f"{path} is of {maker}, whose tokenizer is not {target.name}'s: use a datastore of this target"
+        )
+    # Models of one tokenizer may be padded to different sizes.
+    if metadata.get("vocab_size") != facts["vocab_size"] and not (ours and ours == theirs):
+        raise ValueError(
+            f"{path} is of {maker}, whose vocabulary has {metadata.get('vocab_size')} tokens; use one of {target.name}"
+        )
