@@ -21,13 +21,13 @@ from drafters.hub import checkpoint
 from drafters.layouts.export import export
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.model.candidates import Candidates, Factors, add_pair, head_fingerprint, pair_tensors
+from drafters.model.candidates import TENSORS, Candidates, add_pair, head_fingerprint
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.head_adapter import fingerprint
 from train.tools import candidates as program
 from train.tools import draft_vocab
 from train.watch import candidates as fitting
-from train.watch.candidates import measured
+from train.watch.candidates import Factors, measured
 
 
 def with_pair(drafter: Any, count: int, rank: int = 40, **options: Any) -> Any:
@@ -35,7 +35,7 @@ def with_pair(drafter: Any, count: int, rank: int = 40, **options: Any) -> Any:
     head = drafter.head
     weight, bias = head.lm_head.whole_head
     factors = Factors(weight, torch.eye(weight.shape[1]), rank)
-    pair = pair_tensors(*factors.pair(rank), head_fingerprint(weight, bias))
+    pair = dict(zip(TENSORS, (*factors.pair(rank), head_fingerprint(weight, bias)), strict=True))
     add_pair(drafter.module, pair)
     drafter.module.load_state_dict(pair, strict=False)
     settings = drafter.settings.model_copy(update={"candidates": count, **options})

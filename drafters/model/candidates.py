@@ -4,9 +4,7 @@ A draft needs the likeliest tokens, not all logits. With A ``[W, r]`` and C ``[r
 logits of an input h of the LM head. The k rows of the LM head with the largest z are multiplied exactly. A draft is
 drawn from, and verified against, the distribution q over these k tokens: sampling stays lossless with any pair.
 
-The pair needs no training. With Sigma the mean of h h^T, the mean squared error of z is that of approximating
-W Sigma^(1/2), which is smallest for its truncated SVD U S V^T: A = U S and C = V^T Sigma^(-1/2). EAGLE-4 (NVIDIA NeMo)
-begins with the SVD of W and trains the pair. ``train/tools/candidates.py`` fits a pair and writes it into a checkpoint.
+``train/tools/candidates.py`` fits a pair and writes it into a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -24,7 +22,6 @@ from drafters.model.runner import model_time
 
 # A pair's tensors in a checkpoint: A, C, and the fingerprint of its LM head as int64.
 TENSORS = ("candidates_a", "candidates_c", "candidates_lm_head")
-RIDGE = 1e-3  # of Sigma's mean diagonal, added to the diagonal: some directions are rare among the inputs
 AGAIN = "fit it again: python -m train.tools.candidates --checkpoint FOLDER --features STORE"
 
 
@@ -32,11 +29,6 @@ class CandidateOptions(Config):
     """``candidates``: number of tokens that a draft scores, chosen by the checkpoint's pair; null: all."""
 
     candidates: Vocabulary | None = Field(default=None, ge=1)
-
-
-def pair_tensors(a: Tensor, c: Tensor, lm_head: Tensor) -> dict[str, Tensor]:
-    """Return a pair as a checkpoint stores it: ``a [W, r]``, ``c [r, H]``, fingerprint of its LM head."""
-    return dict(zip(TENSORS, (a, c, lm_head), strict=True))
 
 
 def add_pair(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -56,28 +48,6 @@ def head_fingerprint(weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = [(name, part) for name, part in (("weight", weight), ("bias", bias)) if part is not None]
     number = digest(parts, samples_of([tuple(weight.shape)]))
     return torch.tensor(int.from_bytes(bytes.fromhex(number), "big", signed=True))
-
-
-class Factors:
-    """The best pairs for an LM head and the second moment of its inputs; a smaller rank is the first part of a larger.
-
-    Args:
-        weight: ``[W, H]``. sigma: ``[H, H]``, mean of h h^T over inputs h. rank: the largest.
-    """
-
-    def __init__(self, weight: Tensor, sigma: Tensor, rank: int) -> None:
-        # Softmax and ranks ignore a constant that is added to all logits, so the pair need not have the mean row.
-        weight = weight.float() - weight.float().mean(0)
-        sigma = sigma.double()
-        values, vectors = torch.linalg.eigh(sigma + RIDGE * sigma.diagonal().mean() * torch.eye(len(sigma)).to(sigma))
-        root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
-        # The right singular vectors of W Sigma^(1/2), by falling singular value.
-        right = torch.linalg.eigh(root @ (weight.T @ weight).double() @ root).eigenvectors.flip(1)[:, :rank]
-        self._a, self._c = weight @ (root @ right).float(), (right.T @ inverse).float()
-
-    def pair(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return A ``[W, rank]`` and C ``[rank, H]`` in bf16, as a checkpoint stores them."""
-        return self._a[:, :rank].bfloat16().contiguous(), self._c[:rank].bfloat16().contiguous()
 
 
 class Candidates:

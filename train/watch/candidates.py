@@ -1,7 +1,9 @@
 """Fit a pair of candidates (``drafters/model/candidates.py``) on what a drafter's LM head reads; measure its recall.
 
-The inputs are those of real drafts: a head's own predictions are spread differently from the target's features, and a
-pair that is fitted on the features alone recalls less.
+The pair needs no training. With Sigma the mean of h h^T, the mean squared error of z is that of approximating
+W Sigma^(1/2), which is smallest for its truncated SVD U S V^T: A = U S and C = V^T Sigma^(-1/2). EAGLE-4 (NVIDIA NeMo)
+begins with the SVD of W and trains the pair. The inputs are those of real drafts: a head's own predictions are spread
+differently from the target's features, and a pair that is fitted on the features alone recalls less.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from drafters.loading import load_drafter
 from drafters.loop.generate import generate
 from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
-from drafters.model.candidates import Candidates, Factors, head_fingerprint, pair_tensors, without_pair
+from drafters.model.candidates import TENSORS, Candidates, head_fingerprint, without_pair
 from drafters.model.draft_head import DraftHead
 from drafters.model.linear import Product, draft_dtype
 from drafters.model.target import TargetModel
@@ -39,6 +41,7 @@ JUDGED = 4096  # most inputs that the recall is measured on
 TIMED = 15  # calls of a pair and of the LM head, alternating; the median counts
 BATCH = 8  # prompts decoded at once
 CHUNK = 256  # inputs whose logits are in memory at once
+RIDGE = 1e-3  # of Sigma's mean diagonal, added to the diagonal: some directions are rare among the inputs
 
 
 class Choice(NamedTuple):
@@ -153,6 +156,28 @@ def inputs_of(drafter: Any, prompts: list[list[int]], new_tokens: int) -> Tensor
     return torch.cat(found) if found else torch.empty(0, drafter.target.hidden_size)
 
 
+class Factors:
+    """The best pairs for an LM head and the second moment of its inputs; a smaller rank is the first part of a larger.
+
+    Args:
+        weight: ``[W, H]``. sigma: ``[H, H]``, mean of h h^T over inputs h. rank: the largest.
+    """
+
+    def __init__(self, weight: Tensor, sigma: Tensor, rank: int) -> None:
+        # Softmax and ranks ignore a constant that is added to all logits, so the pair need not have the mean row.
+        weight = weight.float() - weight.float().mean(0)
+        sigma = sigma.double()
+        values, vectors = torch.linalg.eigh(sigma + RIDGE * sigma.diagonal().mean() * torch.eye(len(sigma)).to(sigma))
+        root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+        # The right singular vectors of W Sigma^(1/2), by falling singular value.
+        right = torch.linalg.eigh(root @ (weight.T @ weight).double() @ root).eigenvectors.flip(1)[:, :rank]
+        self._a, self._c = weight @ (root @ right).float(), (right.T @ inverse).float()
+
+    def pair(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return A ``[W, rank]`` and C ``[rank, H]`` in bf16, as a checkpoint stores them."""
+        return self._a[:, :rank].bfloat16().contiguous(), self._c[:rank].bfloat16().contiguous()
+
+
 def second_moment(inputs: Tensor, device: torch.device) -> Tensor:
     """Mean of h h^T over inputs h ``[N, H]``: ``[H, H]``, float32."""
     total = torch.zeros(inputs.shape[1], inputs.shape[1], device=device)
@@ -243,7 +268,7 @@ def table(choices: list[Choice], ranks: list[int], counts: list[int], fitted: in
 def save(options: argparse.Namespace, factors: Factors, chosen: Choice, fingerprint: Tensor) -> None:
     """Write the pair and the option; drafting with frequent tokens only, if it was set, ends."""
     config, weights = checkpoint.load_checkpoint(options.checkpoint)
-    pair = pair_tensors(*factors.pair(chosen.rank), fingerprint)
+    pair = dict(zip(TENSORS, (*factors.pair(chosen.rank), fingerprint), strict=True))
     config["drafter"] |= {OPTION: chosen.candidates}
     config["drafter"].pop("draft_vocab", None)
     checkpoint.save_checkpoint(options.checkpoint, without_pair(weights) | pair, config, dtype=None)
