@@ -37,16 +37,13 @@ from drafters.policy.shaper import Shaper, by_costs
 from drafters.policy.truncation import Truncation
 
 
-class BlockOptions(CandidateOptions):
-    """Options of a block drafter.
+class SlotOptions(CandidateOptions):
+    """Options of a drafter whose head predicts all slots of a draft in one pass.
 
     ``tree``: chain; tree: the ``nodes`` likeliest nodes, with at most ``top_k`` candidates of a slot (or of each path,
     where a slot depends on those before it); auto: the chain or static tree of most expected tokens per second on this
     machine, or no draft where none is profitable.
-    ``depth``: most tokens of a path; null: all of the block.
-    ``truncate``: verify a position of a chain only while its expected gain is profitable.
-    ``confidence_temperatures``: divisor, at each position, of the logit of the acceptance that ``truncate`` estimates;
-    train.tools.calibrate fits them.
+    ``depth``: most tokens of a path; null: as many as the head was trained to predict.
     ``draft_dtype``: draft with an int8 copy of the head's layers and LM head.
     """
 
@@ -54,9 +51,26 @@ class BlockOptions(CandidateOptions):
     depth: DraftSize | None = Field(default=None, ge=1)
     nodes: DraftSize = Field(default=32, ge=1)
     top_k: DraftSize = Field(default=8, ge=1)
+    draft_dtype: Literal["int8"] | None = None
+
+    def shaper(self, depth: int, choices: int) -> Shaper:
+        """The shaper of drafts of at most ``depth`` tokens a path, from slots of ``choices`` tokens."""
+        top_k = min(self.top_k, choices)
+        if self.tree == "auto":
+            return by_costs(self.nodes, depth, min(top_k, len(PRIOR)))
+        return Shaper(depth, self.nodes, top_k, grows=True) if self.tree == "tree" else Shaper(depth, depth)
+
+
+class BlockOptions(SlotOptions):
+    """Options of a block drafter.
+
+    ``truncate``: verify a position of a chain only while its expected gain is profitable.
+    ``confidence_temperatures``: divisor, at each position, of the logit of the acceptance that ``truncate`` estimates;
+    train.tools.calibrate fits them.
+    """
+
     truncate: bool = False
     confidence_temperatures: list[Annotated[float, Field(gt=0)]] | None = None
-    draft_dtype: Literal["int8"] | None = None
 
     @model_validator(mode="after")
     def _truncates_chains(self) -> Self:
@@ -187,14 +201,14 @@ class MarkovSlots(Slots):
         return self._module.confidence(self._states[:, : previous.shape[1]], previous)
 
 
-def shaped(options: BlockOptions, head: BlockHead) -> tuple[Shaper, int]:
-    """The shaper of a block head's drafts, and the cache slots that the head needs for one.
+def shaped(options: BlockOptions, head: BlockHead) -> Shaper:
+    """The shaper of a block head's drafts.
 
     Raises:
         ValueError: ``depth`` exceeds the block, or there is not one confidence temperature for each position.
     """
     shape: BlockShape = head.module.shape
-    depth, top_k = options.depth or shape.slots, min(options.top_k, head.choices)
+    depth = options.depth or shape.slots
     if depth > shape.slots:
         raise ValueError(
             f"depth is {depth}, and a block of {shape.rows} rows with layout {shape.layout} predicts "
@@ -206,53 +220,51 @@ def shaped(options: BlockOptions, head: BlockHead) -> tuple[Shaper, int]:
             f"confidence_temperatures has {len(temperatures)} values, and a block predicts {shape.slots} tokens; give "
             "one for each, or null"
         )
-    rows = shape.rows - 1  # the cache also holds the block
-    if options.tree == "auto":
-        return by_costs(options.nodes, depth, min(top_k, len(PRIOR))), rows
-    if options.tree == "tree":
-        return Shaper(depth, options.nodes, top_k, grows=True), rows
-    trained = isinstance(shape, DSparkShape) and shape.confidence_head
-    policy = Truncation(depth, trained, temperatures) if options.truncate else None
-    return Shaper(depth, depth, policy=policy), rows
+    shaper = options.shaper(depth, head.choices)
+    if options.truncate:
+        trained = isinstance(shape, DSparkShape) and shape.confidence_head
+        shaper.policy = Truncation(depth, trained, temperatures)
+    return shaper
 
 
-class DFlashDrafter(LearnedDrafter):
+class BlockDrafter(LearnedDrafter):
     """Drafts a chain, a tree, or what the policy chooses, of one pass over the block.
+
+    Class attributes:
+        head_class: class of the head in the loop.
 
     Raises:
         ValueError: ``depth`` exceeds the block, or a d2t that is not increasing or points outside of the vocabulary.
     """
 
-    name = "dflash"
-    shape: ClassVar[type[BlockShape]] = BlockShape
-    module_class = BlockBackbone
+    head_class: ClassVar[type[BlockHead]] = BlockHead
     options: ClassVar[type[Config]] = BlockOptions
-    card_title = "DFlash head ([DFlash](https://arxiv.org/abs/2602.06036))"
-    forms = DFLASH_FORMS
     max_batch = None
     follows = True
     unread: ClassVar = {"chain": ("nodes", "top_k")}
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
         super().__init__(target, module, options)
-        head = BlockHead(target, self.module, options)  # type: ignore[arg-type]
-        self.hold(head, *shaped(options, head))
+        head = self.head_class(target, self.module, options)  # type: ignore[arg-type]
+        self.hold(head, shaped(options, head), head.module.shape.rows - 1)  # the cache also holds the block
 
 
-class DSparkDrafter(LearnedDrafter):
-    """Drafts as DFlash does, each token given the one before it; raises as ``DFlashDrafter``."""
+class DFlashDrafter(BlockDrafter):
+    """Drafts from marginals of the slots."""
+
+    name = "dflash"
+    shape: ClassVar[type[BlockShape]] = BlockShape
+    module_class = BlockBackbone
+    card_title = "DFlash head ([DFlash](https://arxiv.org/abs/2602.06036))"
+    forms = DFLASH_FORMS
+
+
+class DSparkDrafter(BlockDrafter):
+    """Drafts each token given the one before it."""
 
     name = "dspark"
     shape: ClassVar[type[DSparkShape]] = DSparkShape
     module_class = DSparkHead
-    options: ClassVar[type[Config]] = BlockOptions
+    head_class = MarkovBlock
     card_title = "DSpark head ([DSpark](https://arxiv.org/abs/2607.05147))"
     forms = DSPARK_FORMS
-    max_batch = None
-    follows = True
-    unread = DFlashDrafter.unread
-
-    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
-        super().__init__(target, module, options)
-        head = MarkovBlock(target, self.module, options)  # type: ignore[arg-type]
-        self.hold(head, *shaped(options, head))

@@ -5,21 +5,18 @@ token before the slot, from the anchor on, and the backbone still runs once. Dra
 scores, which is the exact q: other tokens have probability 0. A tree scores each path on its own.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafters.config import Config
 from drafters.drafting.grow import Slots, top_logit
 from drafters.heads.dflash2.forms import DFLASH2_FORMS
 from drafters.heads.dflash2.module import CandidateSelector, DFlash2Head
 from drafters.heads.dflash2.shape import DFlash2Shape
-from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
-from drafters.methods.block import BlockHead, BlockOptions, DFlashDrafter, shaped
+from drafters.methods.block import BlockDrafter, BlockHead
 from drafters.model.runner import model_time
-from drafters.model.target import TargetModel
 
 
 class SelectorBlock(BlockHead):
@@ -76,21 +73,12 @@ class SelectorSlots(Slots):
         return top_logit(torch.cat(self._scored, dim=1))
 
 
-class DFlash2Drafter(LearnedDrafter):
-    """Drafts as DFlash does, each token chosen among its slot's candidates given the one before it; raises as
-    ``DFlashDrafter``."""
+class DFlash2Drafter(BlockDrafter):
+    """Drafts each token among its slot's candidates, given the one before it."""
 
     name = "dflash2"
     shape: ClassVar[type[DFlash2Shape]] = DFlash2Shape
     module_class = DFlash2Head
-    options: ClassVar[type[Config]] = BlockOptions
+    head_class = SelectorBlock
     card_title = "DFlash2 head ([DFlash2](https://inco.ai/blog/dflash2))"
     forms = DFLASH2_FORMS
-    max_batch = None
-    follows = True
-    unread = DFlashDrafter.unread
-
-    def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
-        super().__init__(target, module, options)
-        head = SelectorBlock(target, self.module, options)  # type: ignore[arg-type]
-        self.hold(head, *shaped(options, head))

@@ -6,13 +6,12 @@ draft. Depth d predicts the token i + 2 + d, so that slots are marginals, as DFl
 draws, or a tree of the likeliest paths.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from drafters.config import Config, DraftSize
+from drafters.config import Config
 from drafters.drafting.grow import Marginals, Slots
 from drafters.drafting.tree_plan import TreePlan
 from drafters.heads.peagle.forms import PEAGLE_FORMS
@@ -20,28 +19,10 @@ from drafters.heads.peagle.module import PEagleHead
 from drafters.heads.peagle.shape import PEagleShape
 from drafters.learned import LearnedDrafter
 from drafters.loop.state import DecodeState
+from drafters.methods.block import SlotOptions
 from drafters.methods.eagle import Eagle3Features
-from drafters.model.candidates import CandidateOptions
 from drafters.model.runner import model_time
 from drafters.model.target import TargetModel
-from drafters.policy.shape import PRIOR
-from drafters.policy.shaper import Shaper, by_costs
-
-
-class PEagleOptions(CandidateOptions):
-    """Options of a P-EAGLE drafter.
-
-    ``tree``: chain; tree: the ``nodes`` likeliest nodes, with at most ``top_k`` candidates of a slot; auto: the chain
-    or static tree of most expected tokens per second on this machine, or no draft where none is profitable.
-    ``depth``: most tokens of a path; null: as many as it was trained to predict.
-    ``draft_dtype``: draft with an int8 copy of the head's layers and LM head.
-    """
-
-    tree: Literal["auto", "chain", "tree"] = "auto"
-    depth: DraftSize | None = Field(default=None, ge=1)
-    nodes: DraftSize = Field(default=32, ge=1)
-    top_k: DraftSize = Field(default=8, ge=1)
-    draft_dtype: Literal["int8"] | None = None
 
 
 class ParallelFeatures(Eagle3Features):
@@ -74,7 +55,7 @@ class PEagleDrafter(LearnedDrafter):
     name = "peagle"
     shape: ClassVar[type[PEagleShape]] = PEagleShape
     module_class = PEagleHead
-    options: ClassVar[type[Config]] = PEagleOptions
+    options: ClassVar[type[Config]] = SlotOptions
     card_title = "P-EAGLE head ([speculators](https://github.com/vllm-project/speculators))"
     forms = PEAGLE_FORMS
     max_batch = None
@@ -86,13 +67,4 @@ class PEagleDrafter(LearnedDrafter):
         head = ParallelFeatures(target, self.module, options)  # type: ignore[arg-type]
         if head.depth > (most := head.module.shape.depths):
             raise ValueError(f"depth is {head.depth}, and the head was trained to predict {most}; use {most} or less")
-        self.hold(head, _shaper(options, head), head.depth - 1)
-
-
-def _shaper(options: PEagleOptions, head: ParallelFeatures) -> Shaper:
-    top_k = min(options.top_k, head.lm_head.width)
-    if options.tree == "auto":
-        return by_costs(options.nodes, head.depth, min(top_k, len(PRIOR)))
-    if options.tree == "tree":
-        return Shaper(head.depth, options.nodes, top_k, grows=True)
-    return Shaper(head.depth, head.depth)
+        self.hold(head, options.shaper(head.depth, head.lm_head.width), head.depth - 1)

@@ -21,7 +21,7 @@ from drafters.hub.checkpoint import drafter_type
 from drafters.learned import LearnedDrafter
 from drafters.loop.call import eos_ids
 from drafters.loop.generate import Trace
-from drafters.methods.block import DFlashDrafter, DSparkDrafter
+from drafters.methods.block import BlockDrafter, DSparkDrafter
 from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
 from eval.configs import ParityConfig
@@ -48,8 +48,8 @@ from eval.measure.other_engines import Engines
 from eval.measure.runs import Limits, Outcome
 from eval.prompts.prompts import load_prompts
 
-FEATURES, BLOCKS = (EagleDrafter, Eagle3Drafter), (DFlashDrafter, DSparkDrafter, DFlash2Drafter)
-Head = EagleDrafter | Eagle3Drafter | DFlashDrafter | DSparkDrafter | DFlash2Drafter
+FEATURES = (EagleDrafter, Eagle3Drafter)
+Head = EagleDrafter | Eagle3Drafter | BlockDrafter
 PASS, FAULT, UNKNOWN = "pass", "fault", "unknown fault"
 
 
@@ -67,7 +67,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
             f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE head, or one that reads "
             "several states of the target, such as EAGLE-3, DFlash or DSpark"
         )
-    if not issubclass(kind, (*FEATURES, *BLOCKS)) and config.engine != "ours":
+    if not issubclass(kind, (*FEATURES, BlockDrafter)) and config.engine != "ours":
         raise ValueError(
             f"engine is {config.engine}, which was not tried with heads of the method {method!r}; give --engine ours, "
             "which ranks the readings of the checkpoint"
@@ -81,7 +81,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
     target = load_models(config.target, longest + config.max_new_tokens, config.batch).target
     drafter: Any = load_drafter(config.checkpoint, target, tree="chain", depth=config.depth)
-    if config.engine != "ours" and isinstance(drafter, BLOCKS):
+    if config.engine != "ours" and isinstance(drafter, BlockDrafter):
         _check_block(drafter, "vLLM" if config.engine == "vllm" else "SGLang")
     prompts = prompts_of(config, drafter)
     facts = environment(target) | conditions(
@@ -96,7 +96,7 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     return {"format_version": 1, **figures, "environment": facts | {"load_average_after": load_average()}}
 
 
-def _check_block(drafter: DFlashDrafter | DSparkDrafter | DFlash2Drafter, engine: str) -> None:
+def _check_block(drafter: BlockDrafter, engine: str) -> None:
     """Raise ValueError if the engine would draft with shorter blocks than those of training.
 
     It runs ``depth`` + 1 rows; SGLang runs ``depth`` of a DSpark head, whose first row predicts a token, too.
@@ -175,7 +175,7 @@ def served(
 
 def known(drafter: Head) -> tuple[Mistake, ...]:
     """Return the mistakes that heads of this kind have."""
-    if isinstance(drafter, BLOCKS):
+    if isinstance(drafter, BlockDrafter):
         return BLOCK_MISTAKES
     return MISTAKES if isinstance(drafter.head, FeatureHead) else declared(type(drafter).shape)
 

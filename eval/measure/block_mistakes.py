@@ -10,47 +10,46 @@ from torch import Tensor, nn
 from drafters.drafting.grow import Slots
 from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape
 from drafters.loop.state import DecodeState
-from drafters.methods.block import BlockHead, DFlashDrafter, DSparkDrafter, MarkovBlock, MarkovSlots
+from drafters.methods.block import BlockDrafter, BlockHead, DSparkDrafter, MarkovBlock, MarkovSlots
 from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.model.target import TargetModel
 from eval.measure.mistakes import PLAIN_THETA, RETRAIN, WRONG_MASK, Mistake, flips, ignore_d2t, of_taps, remade
 
-Block = DFlashDrafter | DSparkDrafter | DFlash2Drafter
 EDGES = {"slot": "anchor", "anchor": "slot"}
 
 
-def shape_of(drafter: Block) -> BlockShape:
+def shape_of(drafter: BlockDrafter) -> BlockShape:
     """The shape of the drafter's head."""
     shape: BlockShape = cast(Any, drafter.module).shape
     return shape
 
 
-def other_layout(drafter: Block) -> Block:
+def other_layout(drafter: BlockDrafter) -> BlockDrafter:
     """Take slot k for the token k + 1 after the anchor instead of k, or the reverse; drafts stay within the block."""
     layout = ANCHOR_FIRST if shape_of(drafter).layout == FILL_IN else FILL_IN
     slots = shape_of(drafter).model_copy(update={"layout": layout}).slots
     return remade(drafter, layout=layout, depth=min(drafter.shaper.depth, slots))
 
 
-def leave_out_windows(drafter: Block) -> Block | None:
+def leave_out_windows(drafter: BlockDrafter) -> BlockDrafter | None:
     """Attend to all tokens in sliding layers, as programs that do not read ``sliding_window``."""
     return remade(drafter, sliding_window=None) if shape_of(drafter).sliding_window else None
 
 
-def other_edge(drafter: Block) -> Block | None:
+def other_edge(drafter: BlockDrafter) -> BlockDrafter | None:
     """Move the windows with the rows of a block, or not."""
     shape = shape_of(drafter)
     return remade(drafter, window_edge=EDGES[shape.window_edge]) if shape.sliding_window else None
 
 
-def leave_out_norm(drafter: Block) -> Block:
+def leave_out_norm(drafter: BlockDrafter) -> BlockDrafter:
     """Leave out the norm of the context features."""
     head: Any = copy.deepcopy(drafter.module)
     head.hidden_norm = nn.Identity()
     return remade(drafter, head)
 
 
-def turn_otherwise(drafter: Block) -> Block | None:
+def turn_otherwise(drafter: BlockDrafter) -> BlockDrafter | None:
     """Rotate with the ``rope_theta`` of a config that does not state it."""
     head: Any = copy.deepcopy(drafter.module)
     if head.config.rope_parameters["rope_theta"] == PLAIN_THETA:
@@ -67,7 +66,7 @@ class _FirstNorm(BlockHead):
             layer.attention = layers[0].attention  # only its norm is read; projections stay those of the layer
 
 
-def norm_as_first(drafter: Block) -> Block | None:
+def norm_as_first(drafter: BlockDrafter) -> BlockDrafter | None:
     """Norm the context keys of every layer with the first layer's ``k_norm``, as vLLM 0.32 does on a CPU."""
     norms = [getattr(layer.self_attn, "k_norm", None) for layer in cast(Any, drafter.module).layers]
     weights = [norm.weight for norm in norms if norm is not None]
@@ -76,7 +75,7 @@ def norm_as_first(drafter: Block) -> Block | None:
     return remade(drafter, wrong=_FirstNorm)
 
 
-def ignore_markov(drafter: Block) -> Block | None:
+def ignore_markov(drafter: BlockDrafter) -> BlockDrafter | None:
     """Leave out the bias of the Markov head."""
     if not isinstance(drafter, DSparkDrafter):
         return None
@@ -102,12 +101,12 @@ class _LateMarkov(MarkovBlock):
         return _LateSlots(self, self.lm_head(states), states, state.roots)
 
 
-def read_markov_late(drafter: Block) -> Block | None:
+def read_markov_late(drafter: BlockDrafter) -> BlockDrafter | None:
     """Give the Markov head of slot k the token x_{k-2}, not x_{k-1}."""
     return remade(drafter, wrong=_LateMarkov) if isinstance(drafter, DSparkDrafter) else None
 
 
-def ignore_selector(drafter: Block) -> Block | None:
+def ignore_selector(drafter: BlockDrafter) -> BlockDrafter | None:
     """Draft the likeliest candidate of each slot, as a reader of DFlash heads."""
     if not isinstance(drafter, DFlash2Drafter):
         return None
@@ -116,7 +115,7 @@ def ignore_selector(drafter: Block) -> Block | None:
     return remade(drafter, head)
 
 
-def leave_out_convolutions(drafter: Block) -> Block | None:
+def leave_out_convolutions(drafter: BlockDrafter) -> BlockDrafter | None:
     """Run the layers without their convolutions."""
     if not isinstance(drafter, DFlash2Drafter):
         return None

@@ -25,8 +25,7 @@ from drafters.loop.acceptance import Verdict
 from drafters.loop.generate import generate
 from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
-from drafters.methods.block import DFlashDrafter, DSparkDrafter
-from drafters.methods.dflash2 import DFlash2Drafter
+from drafters.methods.block import BlockDrafter
 from drafters.model.target import TargetModel
 from drafters.policy.truncation import MOST, Truncation
 from train.watch.tau import held_out_prompts, room
@@ -84,7 +83,7 @@ def calibrate(options: argparse.Namespace) -> None:
         ValueError: another kind of drafter, another target, no store, or too few drafts.
     """
     method = checkpoint.read_config(options.checkpoint).drafter_type
-    if not issubclass(drafter_class(method), (DFlashDrafter, DSparkDrafter, DFlash2Drafter)):
+    if not issubclass(drafter_class(method), BlockDrafter):
         raise ValueError(
             f"--checkpoint: {options.checkpoint} holds a drafter of type {method!r}, which estimates no acceptance; "
             "give a dflash, a dflash2 or a dspark"
