@@ -94,10 +94,9 @@ class HeadForms:
         keys: types of the keys of ``config.json``.
         code: how the official code loads it; {target}, {out} and {exit_layer} are filled in. note: its limits.
         pickled: the official code reads pytorch_model.bin only.
-        vllm_options: values of vLLM's speculative config, if not the method's name alone.
         has_lm_head_copy: a trainer of such heads stores a copy of the target's LM head beside that of its embedding.
         drafts_blocks: engines count the anchor among the tokens of a draft.
-        served_as: the method's name in engines, where it is not ours.
+        served_as: the method's name in engines, where it is not ours. vllm_options: more of vLLM's speculative config.
     """
 
     noun = ""
@@ -107,10 +106,10 @@ class HeadForms:
     code = ""
     note = ""
     pickled = False
-    vllm_options: ClassVar[Mapping[str, Any]] = {}
     has_lm_head_copy = False
     drafts_blocks = False
     served_as = ""
+    vllm_options: ClassVar[Mapping[str, Any]] = {}
 
     def match(self, config: Mapping[str, Any], names: set[str]) -> int:
         """The number of tensors that make a file with these ``names`` such a head; 0: it is none."""

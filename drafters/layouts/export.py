@@ -64,16 +64,8 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     origin = _made_from(config, checkpoint, kind, {*parse_config(config, checkpoint).hub_names, *loaded})
     written = kind.forms.write(to, head, family, origin)
     temperatures = kind.forms.temperatures(head.shape, head.drafting) if "sglang" in written.readers else None
-    shown = shown_name(checkpoint, loaded), shown_name(name, loaded), to, Path(out.name)
-    about = Exported(
-        *shown,
-        written.hot,
-        kind.forms.served_as or method,
-        kind.forms,
-        written.readers,
-        _steps(head.shape),
-        calibrated=temperatures is not None,
-    )
+    shown = shown_name(checkpoint, loaded), shown_name(name, loaded), to, Path(out.name), written.hot, method
+    about = Exported(*shown, kind.forms, written.readers, _steps(head.shape), calibrated=temperatures is not None)
     _write(out, written, readme(written.config, written.weights, about), temperatures, kind.forms.pickled)
     left_out = ["the pair of candidates is left out: it drafts with all rows of the LM head there"]
     return [*written.notices, *(left_out if len(without_pair(weights)) < len(weights) else [])]
@@ -133,8 +125,7 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
         if reasons[to] is None:
             out = Path(f"{repo_id.split('/')[-1]}-{to}")
             export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
-            named = forms.served_as or method
-            about = Exported(repo_id, target, to, out, hot, named, forms, steps=_steps(shape), calibrated=calibrated)
+            about = Exported(repo_id, target, to, out, hot, method, forms, steps=_steps(shape), calibrated=calibrated)
             sections.append(how(about).replace("```sh\n", f"```sh\n{export}\n", 1))
     return "\n\n".join(sections)
 

@@ -34,6 +34,11 @@ class Exported(NamedTuple):
     steps: int = STEPS
     calibrated: bool = False
 
+    @property
+    def name(self) -> str:
+        """The method's name in engines."""
+        return self.forms.served_as or self.method
+
 
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported) -> str:
     """The text for a head with this ``config.json`` and these ``weights``."""
@@ -88,14 +93,14 @@ def _llama_cpp(given: Exported) -> str:
     lines = [
         f"python convert_hf_to_gguf.py {given.target} --outfile target.gguf",
         f"python convert_hf_to_gguf.py {given.out} --target-model-dir {given.target} --outfile draft.gguf",
-        f"llama-server -m target.gguf -md draft.gguf --spec-type draft-{given.method} --spec-draft-n-max {given.steps}",
+        f"llama-server -m target.gguf -md draft.gguf --spec-type draft-{given.name} --spec-draft-n-max {given.steps}",
     ]
     return "## llama.cpp\n\n```sh\n" + "\n".join(lines) + "\n```"
 
 
 def vllm(given: Exported) -> str:
     """How vLLM serves it."""
-    options = {"method": given.method, "model": str(given.out), "num_speculative_tokens": given.steps}
+    options = {"method": given.name, "model": str(given.out), "num_speculative_tokens": given.steps}
     options |= given.forms.vllm_options
     return (
         f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{json.dumps(options)}'\n```\n\n"
@@ -111,7 +116,7 @@ def sglang(given: Exported) -> str:
         draft = f"--speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
     lines = [
         f"python -m sglang.launch_server --model-path {given.target}",
-        f"    --speculative-algorithm {given.method.upper()} --speculative-draft-model-path {given.out}",
+        f"    --speculative-algorithm {given.name.upper()} --speculative-draft-model-path {given.out}",
         f"    {draft}",
     ]
     lines += [] if given.hot is None else [f"    --speculative-token-map {given.out / HOT_TOKENS}"]

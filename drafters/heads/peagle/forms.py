@@ -41,7 +41,8 @@ class PEagleForms(Eagle3Forms):
     keys = PEagleKeys
     code = note = ""
     method = METHOD
-    vllm_options: ClassVar = {"method": "eagle3", "parallel_drafting": True}
+    served_as = "eagle3"
+    vllm_options: ClassVar = {"parallel_drafting": True}
     architectures = (*VLLM.values(), SPECULATORS)
     loaded_by: ClassVar = dict.fromkeys(VLLM.values(), ("vllm",)) | {SPECULATORS: ("vllm", "speculators")}
 
