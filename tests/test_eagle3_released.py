@@ -171,7 +171,7 @@ SERVED_WRONG: dict[str, tuple[Change, str]] = {
     "shape": (lambda c, w: w.update({"norm.weight": torch.ones(47)}), r"norm.weight is \[47\], and .* \[48\]"),
     "dtype": (lambda c, w: w.update({"norm.weight": w["norm.weight"].double()}), "the tensors are float32, float64"),
     "architecture": (lambda c, w: c.update(architectures=["Llama"]), "architectures is Llama; known: LlamaForCausalLM"),
-    "another target": (lambda c, w: c["made_from"].update(target_fingerprint="x"), "it is for another target .fingerp"),
+    "another target": (lambda c, w: c["made_from"].update(target_fingerprint="x"), "for .* is another model"),
 }  # fmt: skip
 # What an import only notes, and an engine may serve otherwise than it was trained.
 DOUBTFUL: dict[str, tuple[Change, str]] = {

@@ -329,7 +329,10 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         lambda config, weights: weights.update({QUERY: weights[QUERY].double()}),
         "the tensors are float32, float64; all must be one of",
     ),
-    "target": (lambda config, weights: config["made_from"].update(target_fingerprint="x"), "for another target .fing"),
+    "target": (
+        lambda config, weights: config["made_from"].update(target_fingerprint="x"),
+        "for .* is another model",
+    ),
     "vocabulary": (lambda config, weights: config.update(vocab_size=98), "vocab_size is 98 in config.json, 97 in the"),
 }
 

@@ -4,7 +4,7 @@ A form is ``config.json`` and one file of tensors. Programs that load it report 
 random, and a wrong key only lowers acceptance. So everything is checked here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from drafters.common.fingerprints import same_weights
-from drafters.common.wording import dtype_name
+from drafters.common.paths import readable
+from drafters.common.wording import dtype_name, shortened
 from drafters.config import Config
 from drafters.heads.keys import CONFIG_FILE, READERS, Keys, made_from, older_rope, rope
 from drafters.heads.shape import HeadShape
@@ -96,6 +97,7 @@ class HeadForms:
         pickled: the official code reads pytorch_model.bin only.
         has_lm_head_copy: a trainer of such heads stores a copy of the target's LM head beside that of its embedding.
         drafts_blocks: engines count the anchor among the tokens of a draft.
+        targets: by program, the families (model_type) that it runs beside such a head; absent: all.
         served_as: the method's name in engines, where it is not ours. vllm_options: more of vLLM's speculative config.
     """
 
@@ -108,6 +110,7 @@ class HeadForms:
     pickled = False
     has_lm_head_copy = False
     drafts_blocks = False
+    targets: ClassVar[Mapping[str, Collection[str]]] = {}
     served_as = ""
     vllm_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -133,7 +136,9 @@ class HeadForms:
 
     def no_target(self, to: str, family: str) -> str | None:
         """Why ``to`` cannot run targets of this family (a model_type) beside such a head; None if it can."""
-        raise NotImplementedError
+        if family in self.targets.get(to, (family,)):
+            return None
+        return f"it runs no targets of the family {family!r} beside {self.noun}"
 
     def tidied(self, head: Trained) -> Trained:
         """The head without parts that change nothing."""
@@ -165,6 +170,17 @@ class HeadForms:
     def temperatures(self, shape: Any, drafting: Config) -> list[float] | None:
         """The temperatures of a calibrated confidence head, one for each position; None for other heads."""
         return None
+
+
+def load_pickled(path: Path, source: str) -> Any:
+    """Load a file of torch that holds only tensors and plain values; raises ValueError for any other."""
+    try:
+        return torch.load(readable(path), map_location="cpu", weights_only=True)
+    except Exception as error:  # a stranger's file can fail in any way
+        reason = shortened((str(error).splitlines() or [type(error).__name__])[0])
+        raise ValueError(
+            f"{source}: {path.name} holds more than tensors, or is cut off ({reason}); ask its author for safetensors"
+        ) from None
 
 
 def tensor_problems(
@@ -214,14 +230,18 @@ def rope_problems(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def another_target(config: Mapping[str, Any], name: str) -> str | None:
-    """What an export of ours says if it was made for another target than ``name``."""
-    if (known := made_from(config).get("target_fingerprint")) is None:
+def another_target(config: Mapping[str, Any], name: str, fingerprint: str | None = None) -> str | None:
+    """Why an export of ours is not for the target ``name``; None if it is, or does not say. ``fingerprint``: of it."""
+    made = made_from(config)
+    if (known := made.get("target_fingerprint")) is None:
         return None
-    fingerprint = load_frozen_ends(name, device="meta").fingerprint
-    if same_weights(str(known), fingerprint, f"a head made for {made_from(config).get('target')}"):
+    fingerprint = fingerprint or load_frozen_ends(name, device="meta").fingerprint
+    if same_weights(str(known), fingerprint, f"a head made for {made.get('target')}"):
         return None
-    return f"it is for another target (fingerprint {known}) than {name} (fingerprint {fingerprint})"
+    return (
+        f"it was trained for {shortened(made.get('target'))} (fingerprint {shortened(known)}), and {name} is another "
+        f"model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
+    )
 
 
 def served_by(folder: Path, what: str, refused: Mapping[str, str | None], form: Sequence[str], to: str | None) -> str:

@@ -149,6 +149,12 @@ def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int
     return value
 
 
+def check_said(config: Mapping[str, Any], key: str, value: Any, why: str, source: str) -> None:
+    """Raise ValueError if ``config`` has another ``value`` for ``key``; ``why``: the reason for this one."""
+    if (said := config.get(key)) not in (None, value):
+        raise ValueError(f"{source}: {key} is {shortened(said)}, and {why}")
+
+
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE in the keys of transformers 5, read from these or from the older keys: type, theta, numbers of a scaling."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})

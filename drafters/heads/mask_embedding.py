@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from drafters.common.files import replacing
-from drafters.common.paths import readable
 from drafters.common.wording import shortened
-from drafters.heads.forms import Stored
+from drafters.heads.forms import Stored, load_pickled
 
 MASK_EMBEDDING, MASK_FILE = "mask_embedding", "mask_embedding.pt"
 
@@ -27,13 +26,7 @@ def with_mask_embedding(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Te
     path, weights = stored.folder / MASK_FILE, dict(stored.weights)
     if not path.is_file():
         return weights
-    try:
-        content = torch.load(readable(path), map_location="cpu", weights_only=True)
-    except Exception as error:  # a stranger's file can fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{stored.source}: {MASK_FILE} holds more than tensors, or is cut off ({shortened(reason)})"
-        ) from None
+    content = load_pickled(path, stored.source)
     token = content.get("mask_token_id") if isinstance(content, dict) else None
     embedding = content.get("embedding") if isinstance(content, dict) else content
     width = flat["hidden_size"]

@@ -6,13 +6,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from drafters.common.paths import readable
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import HeadLayer
 from drafters.heads.forms import (
@@ -26,13 +25,14 @@ from drafters.heads.forms import (
     another_form,
     another_target,
     in_one_dtype,
+    load_pickled,
     no_target_notes,
     rope_problems,
     served_by,
     tensor_problems,
     weights_text,
 )
-from drafters.heads.keys import CONFIG_FILE, MADE_FROM, READERS, made_from, older_keys, rope, size
+from drafters.heads.keys import CONFIG_FILE, MADE_FROM, READERS, check_said, made_from, older_keys, rope, size
 from drafters.heads.shape import HeadShape
 from drafters.hub.checkpoint import WEIGHTS_FILE, load_state
 from drafters.model.draft_head import DRAFT_IDS, check_ids, head_ids
@@ -81,6 +81,8 @@ class OneLayerForms(HeadForms):
     bias: str | None = None
     rope_theta: float | None = None
 
+    targets: ClassVar = _TARGETS
+
     # ------------------------------------------------------------------------------------------- reading
 
     def tensors(self, config: PretrainedConfig, bias: bool = False) -> dict[str, list[int]]:
@@ -116,8 +118,7 @@ class OneLayerForms(HeadForms):
         config, weights, source, notes = stored.config, dict(stored.weights), stored.source, list[str]()
         layer = self.layer_of(config, target)
         own = layer_config(target, layer)
-        if (layers := config.get("num_hidden_layers", 1)) != 1:
-            raise ValueError(f"{source}: num_hidden_layers is {shortened(layers)} in {CONFIG_FILE}, and a head has 1")
+        check_said(config, "num_hidden_layers", 1, "a head has 1", source)
         # The official code does not read RoPE from config.json where it has its own.
         compared = {key: value for key, value in config.items() if not (self.rope_theta and key.startswith("rope_"))}
         if wrong := self.differences(compared, own):
@@ -215,11 +216,6 @@ class OneLayerForms(HeadForms):
         if to == "official" and self.rope_theta not in (None, theta):
             return f"it has rope_theta {self.rope_theta:g} for every config.json, and this one {theta:g}"
         return None
-
-    def no_target(self, to: str, family: str) -> str | None:
-        if to not in _TARGETS or family in _TARGETS[to]:
-            return None
-        return f"it runs no targets of the family {family!r} with EAGLE heads"
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -360,9 +356,9 @@ def _hot_problems(stored: Stored) -> list[str]:
     if not (path := stored.folder / HOT_TOKENS).is_file():
         return []
     try:
-        ids = torch.tensor(torch.load(readable(path), weights_only=True))
+        ids = torch.tensor(load_pickled(path, stored.source))
         check_ids(ids, int(stored.config["vocab_size"]), HOT_TOKENS)
-    except Exception as error:  # a stranger's file can fail in any way
+    except Exception as error:  # what a stranger's file holds can fail in any way
         return [(str(error).splitlines() or [type(error).__name__])[0]]
     return []
 

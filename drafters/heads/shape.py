@@ -66,6 +66,11 @@ class HeadShape(Config):
                 f"draft_vocab_size is {self.draft_rows:,}, and the target's vocabulary has {target.vocab_size:,} "
                 "tokens; give at most that, or leave it out"
             )
+        if (mask := getattr(self, "mask_token_id", 0)) >= target.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {mask:,}, and the target's vocabulary has {target.vocab_size:,} tokens; give the id "
+                "that the head was trained with, or to train one an id that texts lack"
+            )
 
     def stored(self) -> dict[str, Any]:
         """Return the keys for config.json: those that are no defaults, and those that are always ``stated``."""

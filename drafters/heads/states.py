@@ -13,12 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from drafters.common.states import disorder
-from drafters.common.wording import shortened
-from drafters.heads.forms import (
-    T2D,
-    Stored,
-)
-from drafters.heads.keys import CONFIG_FILE, rope, size
+from drafters.heads.forms import T2D, Stored
+from drafters.heads.keys import CONFIG_FILE, check_said, rope, size
 from drafters.model.draft_head import D2T, draft_ids
 from drafters.model.layers import ROPES
 
@@ -85,20 +81,15 @@ def check_sizes(
                 f"{source}: {key} is {flat[key]:,} in {CONFIG_FILE}, and {getattr(target, key):,} in the target; give "
                 "the model that it was trained for: --target MODEL"
             )
-    if (width := flat.get("target_hidden_size")) not in (None, flat["hidden_size"]):
-        raise ValueError(
-            f"{source}: target_hidden_size is {shortened(width)}, and hidden_size {flat['hidden_size']}; a head of "
-            "another width than its target has an embedding of its own, and cannot be read here"
-        )
+    width = f"hidden_size {flat['hidden_size']}; a head of another width than its target has an embedding of its own, "
+    check_said(flat, "target_hidden_size", flat["hidden_size"], f"{width}and cannot be read here", source)
     named = [name for name in weights if name.endswith(".bias") and not name.startswith(own_biases)]
     biases = [name for name in named if weights[name].any()]
     stated = [f"{key}: true" for key in ("attention_bias", "mlp_bias", "bias") if flat.get(key)]
     if biases or stated:
         raise ValueError(f"{source} has biases ({', '.join(biases or stated)}), and a head here has none")
-    if (activation := flat.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"{source}: hidden_act is {shortened(activation)}, and a head here has 'silu'")
-    if (scale := flat.get("logit_scale", 1.0)) != 1.0:
-        raise ValueError(f"{source}: logit_scale is {shortened(scale)}, and a head here has none")
+    check_said(flat, "hidden_act", "silu", "a head here has 'silu'", source)
+    check_said(flat, "logit_scale", 1.0, "a head here has none", source)
 
 
 def states_of_fc(weights: Mapping[str, Tensor], wide: int, source: str, noun: str) -> int:
@@ -150,6 +141,24 @@ def check_states(taps: Sequence[int], layers: int, key: str, source: str) -> lis
     ]
 
 
+def agreed_states(
+    found: Mapping[str, list[int] | None], layers: int, source: str, notes: list[str], fix: str
+) -> list[int] | None:
+    """The states by the keys that name them; None if none does.
+
+    Raises:
+        ValueError: two keys name different ones, or a target of this number of ``layers`` has no such states.
+    """
+    known = {key: taps for key, taps in found.items() if taps is not None}
+    if not known:
+        return None
+    first, taps = next(iter(known.items()))
+    if other := next((key for key, value in known.items() if value != taps), None):
+        raise ValueError(f"{source}: {first} means the hidden states {taps}, and {other} {known[other]}; {fix}")
+    notes += check_states(taps, layers, first, source)
+    return taps
+
+
 def own_rows(flat: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size: int, source: str) -> int | None:
     """Rows of the head's own LM head; None if it drafts with the target's.
 
@@ -164,8 +173,7 @@ def own_rows(flat: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size:
             raise ValueError(f"{source} has a draft vocabulary ({what}), and no {LM_HEAD}: it is incomplete")
         return None
     rows = len(head)
-    if said not in (None, rows):
-        raise ValueError(f"{source}: draft_vocab_size is {shortened(said)}, and {LM_HEAD} has {rows:,} rows")
+    check_said(flat, "draft_vocab_size", rows, f"{LM_HEAD} has {rows:,} rows", source)
     if offsets is None:
         if rows != vocab_size:
             raise ValueError(

@@ -1,7 +1,6 @@
 """Import a released head: read it, check it against its target, write it as a checkpoint."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ import torch
 from torch import Tensor
 
 from drafters.common.files import check_new_folder
-from drafters.common.fingerprints import same_weights
 from drafters.common.paths import hub_names, shown_name
-from drafters.common.wording import dtype_name, shortened
-from drafters.heads.forms import DTYPES, EMBEDDING, Stated
-from drafters.heads.keys import CONFIG_FILE, LOADS_AS_IT_IS, made_from
+from drafters.common.wording import dtype_name
+from drafters.heads.forms import DTYPES, EMBEDDING, Stated, another_target
+from drafters.heads.keys import CONFIG_FILE, LOADS_AS_IT_IS
 from drafters.heads.mask_embedding import MASK_FILE
 from drafters.heads.one_layer import PICKLED_FILE
 from drafters.heads.states import LM_HEAD
@@ -72,7 +70,8 @@ def convert(
         notices += _drop_lm_head(weights, ends)
     reading = forms.read(stored._replace(weights=weights), ends.config, stated)
     notices += reading.notes + reading.doubts
-    _check_made_for(stored.config, ends, source, target)
+    if another := another_target(stored.config, target, ends.fingerprint):
+        raise ValueError(f"{source}: {another}")
     if embedding is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
     shape, _ = kind.read_section(reading.options, source)
@@ -104,18 +103,6 @@ def _folder(source: str, revision: str | None) -> Path:
     if not (folder / WEIGHTS_FILE).is_file():
         folder = snapshot(source, [CONFIG_FILE, MASK_FILE, PICKLED_FILE], revision)
     return folder
-
-
-def _check_made_for(config: Mapping[str, Any], ends: FrozenEnds, source: str, target: str) -> None:
-    """Raise ValueError if an export of ours names another target."""
-    made = made_from(config)
-    known = made.get("target_fingerprint")
-    if known is not None and not same_weights(str(known), ends.fingerprint, source):
-        raise ValueError(
-            f"{source} was trained for {shortened(made.get('target'))} (target_fingerprint {shortened(known)}), and "
-            f"{target} is another model (fingerprint {ends.fingerprint}); give the one it was trained for: "
-            "--target MODEL"
-        )
 
 
 def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from drafters.common.paths import check_loadable, readable
 from drafters.common.wording import shortened
 from drafters.config import validate
-from drafters.heads.forms import Stored
+from drafters.heads.forms import Stored, load_pickled
 from drafters.heads.keys import CONFIG_FILE, read_config
 from drafters.heads.one_layer import PICKLED_FILE
 from drafters.hub.checkpoint import WEIGHTS_FILE
@@ -49,12 +48,7 @@ def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
             return path, load_file(readable(path))
         except SafetensorError as error:
             raise ValueError(f"{source}: {path.name} cannot be read ({error}); it may be cut off") from None
-    try:
-        content = torch.load(readable(path), map_location="cpu", weights_only=True)
-    except Exception as error:  # a stranger's file can fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        what = f"{path.name} holds more than tensors, or is cut off ({shortened(reason)})"
-        raise ValueError(f"{source}: {what}; ask its author for safetensors") from None
+    content = load_pickled(path, source)
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.common.states import to_inputs, to_outputs
-from drafters.common.wording import shortened
 from drafters.config import validate
 from drafters.heads.block.dspark import DSparkHead
 from drafters.heads.block.module import BlockBackbone
@@ -38,7 +37,7 @@ from drafters.heads.block.reading import (
 )
 from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, BlockShape, DSparkShape
 from drafters.heads.forms import CERTAIN, Reading, Stated, Stored
-from drafters.heads.keys import MADE_FROM, READERS
+from drafters.heads.keys import MADE_FROM, READERS, check_said
 from drafters.heads.mask_embedding import MASK_EMBEDDING, MASK_FILE, with_mask_embedding
 from drafters.heads.state_forms import StateForms
 from drafters.heads.states import (
@@ -79,6 +78,7 @@ class BlockForms(StateForms):
     note: str = ""
     keys: ClassVar = BlockKeys
     loaded_by: ClassVar = _LOADED_BY
+    targets: ClassVar = {"sglang": _SGLANG_TARGETS}
     positions = 32768  # Qwen3's configuration
     has_lm_head_copy = True  # DeepSpec's trainer
     drafts_blocks = True
@@ -107,11 +107,8 @@ class BlockForms(StateForms):
         """Keys of the shape that this method has beside DFlash's; raises ValueError where tensors do not agree."""
         if self.method == "dspark":
             return markov_of(flat, weights, source)
-        if flat.get("markov_rank"):
-            raise ValueError(
-                f"{source}: markov_rank is {shortened(flat['markov_rank'])}, and there is no "
-                "markov_head.markov_w1.weight; the file is incomplete, or markov_rank must be 0"
-            )
+        fix = "the file is incomplete, or markov_rank must be 0"
+        check_said(flat, "markov_rank", 0, f"there is no markov_head.markov_w1.weight; {fix}", source)
         return {}
 
     def own_keys(self, shape: Any) -> dict[str, Any]:
@@ -129,11 +126,8 @@ class BlockForms(StateForms):
         weights = with_mask_embedding(stored, flat)
         refuse_variants(config, flat, method, source)
         check_sizes(flat, stored, target, DSPARK_HEADS)
-        if (layers := flat.get("num_target_layers")) not in (None, target.num_hidden_layers):
-            raise ValueError(
-                f"{source}: num_target_layers is {shortened(layers)}, and the target has {target.num_hidden_layers} "
-                "layers; give the model that it was trained for: --target MODEL"
-            )
+        depth, fix = target.num_hidden_layers, "give the model that it was trained for: --target MODEL"
+        check_said(flat, "num_target_layers", depth, f"the target has {depth} layers; {fix}", source)
         count, notes = states_of_fc(weights, flat["hidden_size"], source, self.noun), list[str]()
         options: dict[str, Any] = {
             "layout": layout_of(config, flat, method, source, stated.layout),
@@ -235,11 +229,6 @@ class BlockForms(StateForms):
                 (dflash and rows is not None, targets_head),
             ],
         }  # fmt: skip
-
-    def no_target(self, to: str, family: str) -> str | None:
-        if to != "sglang" or family in _SGLANG_TARGETS:
-            return None
-        return f"its targets of the family {family!r} hand over no states for block drafters"
 
     def refusals(self, config: Mapping[str, Any], shape: Any, layers: int) -> dict[str, str]:
         if self.form_of(config) != SPECULATORS:

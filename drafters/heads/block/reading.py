@@ -29,12 +29,12 @@ from drafters.common.wording import shortened
 from drafters.config import Amount, Vocabulary, Width
 from drafters.heads.block.shape import ANCHOR_FIRST, FILL_IN, MarkovKind
 from drafters.heads.forms import T2D
-from drafters.heads.keys import CONFIG_FILE, Keys, made_from
+from drafters.heads.keys import CONFIG_FILE, Keys, check_said, made_from
 from drafters.heads.states import (
+    agreed_states,
     architecture_of,
     as_option,
     check_list,
-    check_states,
     either,
     nested_layer,
     states_of,
@@ -204,8 +204,8 @@ def taps_of(
         "made_from": made,
         "--taps": given,
     }
-    known = {key: value for key, value in found.items() if value is not None}
-    if not known:
+    meaning = f"{IDS} numbers outputs of layers (hidden states - 1), {AUX_IDS} inputs (hidden states)"
+    if (taps := agreed_states(found, layers, source, notes, meaning)) is None:
         key = f'"{IDS}": [...], one less each'
         key = key if config.get(SPECULATORS) is None else f'"{AUX_IDS}": [...]'
         usual = f" (the usual ones: {as_option(dflash_taps(layers, count))})" if count < layers else ""
@@ -213,13 +213,6 @@ def taps_of(
             f"{source} does not say which {count} hidden states of the target it reads; import it with --taps and the "
             f"numbers that it was trained with{usual}, or add them to {CONFIG_FILE} as {key}"
         )
-    taps: list[int] = next(iter(known.values()))
-    if other := [key for key, value in known.items() if value != taps]:
-        raise ValueError(
-            f"{source}: {next(iter(known))} means the hidden states {taps}, and {other[0]} {known[other[0]]}; "
-            f"{IDS} numbers outputs of layers (hidden states - 1), {AUX_IDS} inputs (hidden states)"
-        )
-    notes += check_states(taps, layers, next(iter(known)), source)
     return taps
 
 
@@ -299,15 +292,11 @@ def markov_of(flat: Mapping[str, Any], weights: Mapping[str, Tensor], source: st
             f"{source} has a confidence head and no Markov head (markov_head.markov_w1.weight), which it reads here"
         )
     rank = first.shape[1]
-    if (said := flat.get("markov_rank")) not in (None, rank):
-        raise ValueError(f"{source}: markov_rank is {shortened(said)}, and markov_w1.weight has {rank} columns")
+    check_said(flat, "markov_rank", rank, f"markov_w1.weight has {rank} columns", source)
     gates = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
     kind = next((name for name, tensor in gates.items() if tensor in weights), "vanilla")
-    if (said := flat.get("markov_head_type")) not in (None, kind):
-        known = ", ".join(get_args(MarkovKind))
-        raise ValueError(
-            f"{source}: markov_head_type is {shortened(said)}, and its tensors are those of {kind}; known: {known}"
-        )
+    known = ", ".join(get_args(MarkovKind))
+    check_said(flat, "markov_head_type", kind, f"its tensors are those of {kind}; known: {known}", source)
     estimates, said = weights.get("confidence_head.proj.weight"), flat.get("enable_confidence_head")
     if said is not None and said != (estimates is not None):
         held = "holds no" if estimates is None else "holds a"

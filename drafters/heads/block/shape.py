@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from drafters.common.states import dflash_taps
 from drafters.config import DraftLayer, DraftSize, Layers, LayerShape, Length, Vocabulary
-from drafters.heads.shape import HeadShape, TargetSizes
+from drafters.heads.shape import HeadShape
 
 FILL_IN, ANCHOR_FIRST = "fill-in", "anchor-first"
 
@@ -123,14 +123,6 @@ class BlockShape(HeadShape):
         if wrong := [layer for layer in self.full_layers if layer >= self.layers]:
             raise ValueError(f"full_layers names layer {wrong[0]}, and the head has the layers 0 to {self.layers - 1}")
         return self
-
-    def check(self, target: TargetSizes) -> None:
-        super().check(target)
-        if self.mask_token_id >= target.vocab_size:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id:,}, and the target's vocabulary has {target.vocab_size:,} "
-                "tokens; give the id that the head was trained with, or to train one an id that texts lack"
-            )
 
 
 class DSparkShape(BlockShape):

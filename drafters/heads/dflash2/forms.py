@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from drafters.common.wording import shortened
 from drafters.heads.block.forms import BlockForms
 from drafters.heads.block.reading import number
 from drafters.heads.dflash2.module import CODEBOOKS, DFlash2Head
 from drafters.heads.dflash2.shape import DFlash2Shape
+from drafters.heads.keys import check_said
 
 OWN_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 PROJECTION = "candidate_selector.hidden_projection.weight"
@@ -52,8 +52,7 @@ class DFlash2Forms(BlockForms):
             "selector_top_k": number(flat, "selector_top_k", 1, source),
         }
         for key, value in found.items():
-            if flat.get(key) not in (None, value):
-                raise ValueError(f"{source}: {key} is {shortened(flat[key])}, and its tensors are those of {value}")
+            check_said(flat, key, value, f"its tensors are those of {value}", source)
         return found
 
     def own_keys(self, shape: Any) -> dict[str, Any]:

@@ -31,15 +31,15 @@ from drafters.config import validate
 from drafters.heads.eagle3.module import Eagle3Head
 from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.heads.forms import CERTAIN, STEPS, T2D, Reading, Stated, Stored
-from drafters.heads.keys import CONFIG_FILE, MADE_FROM, READERS, Keys, made_from, rope
+from drafters.heads.keys import CONFIG_FILE, MADE_FROM, READERS, Keys, check_said, made_from, rope
 from drafters.heads.state_forms import StateForms
 from drafters.heads.states import (
     TAPS_KEY,
+    agreed_states,
     architecture_of,
     as_option,
     check_list,
     check_sizes,
-    check_states,
     either,
     layer_of,
     nested_layer,
@@ -73,18 +73,9 @@ _GUESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # classes (0.5.23). vLLM 0.32 does for most that it serves.
 _TARGETS = {
     "official": ("llama", "qwen3"),
-    "sglang": (
-        "apertus",
-        "bailing_moe",
-        "exaone_moe",
-        "gemma3",
-        "gemma3_text",
-        "gemma4",
-        "glm4_moe",
-        "gpt_oss",
-        "llama",
-    )
-    + ("minimax_m2", "ministral3", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", *_GUESSED),
+    "sglang": ("apertus", "bailing_moe", "exaone_moe", "gemma3", "gemma3_text", "gemma4", "glm4_moe", "gpt_oss")
+    + ("llama", "minimax_m2", "ministral3", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next")
+    + _GUESSED,
 }
 
 
@@ -113,6 +104,7 @@ class Eagle3Forms(StateForms):
     code = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=True)"
     note = "It reads the embedding from a target in several files (with an index), and fails for a single file."
     loaded_by: ClassVar = _LOADED_BY
+    targets: ClassVar = _TARGETS
     names: ClassVar = {"midlayer.": "layers.0."} | {
         f"aux_norm_{name}.": f"fc_norm.{place}." for place, name in enumerate(("low", "mid", "high"))
     }
@@ -145,11 +137,7 @@ class Eagle3Forms(StateForms):
         check_sizes(flat, stored, target)
         options = _flags(config, flat, weights, source, doubts)
         count = states_of_fc(weights, flat["hidden_size"], source, self.noun)
-        if (said := flat.get("num_aux_hidden_states")) not in (None, count):
-            raise ValueError(
-                f"{source}: num_aux_hidden_states is {shortened(said)}, and fc.weight takes {count} states of the "
-                "target"
-            )
+        check_said(flat, "num_aux_hidden_states", count, f"fc.weight takes {count} states of the target", source)
         taps = read_taps(config, count, target.num_hidden_layers, source, notes, stated.taps)
         rows = own_rows(flat, weights, target.vocab_size, source)
         options |= {"taps": taps, "own_lm_head": rows is not None}
@@ -244,11 +232,6 @@ class Eagle3Forms(StateForms):
             ],
         }  # fmt: skip
 
-    def no_target(self, to: str, family: str) -> str | None:
-        if to not in _TARGETS or family in _TARGETS[to]:
-            return None
-        return f"its targets of the family {family!r} hand over no states for EAGLE-3"
-
     def notices(self, to: str, shape: Any, target: PretrainedConfig) -> list[str]:
         notices, usual = [], standard_taps(target.num_hidden_layers)
         if shape.draft_vocab_size == target.vocab_size:
@@ -280,12 +263,7 @@ def standard_taps(layers: int) -> list[int]:
 
 
 def read_taps(
-    config: Mapping[str, Any],
-    count: int,
-    layers: int,
-    source: str,
-    notes: list[str],
-    given: list[int] | None = None,
+    config: Mapping[str, Any], count: int, layers: int, source: str, notes: list[str], given: list[int] | None
 ) -> list[int]:
     """Numbers of the hidden states that a head with ``count`` of them reads; 2 is the input of layer 2.
 
@@ -312,23 +290,12 @@ def read_taps(
                 f"{CONFIG_FILE}. State k is the one after k layers, before the target's final norm"
             )
         notes.append(f"its {CONFIG_FILE} names no states: it reads {usual}, as in all engines")
-        return usual
-    found: Any = stated if ids is None else _numbered(config, ids, layers, source, notes, stated)
-    for key, value in told.items():
-        if value not in (None, found):
-            first = "made_from: taps" if ids is None else f"{IDS} {ids}"
-            raise ValueError(f"{source}: {first} means the hidden states {found}, and {key} {value}; correct one")
-    notes += check_states(found, layers, IDS if ids is not None else "--taps", source)
-    return found
+    read = None if ids is None else _numbered(config, ids, layers, source, notes, stated)
+    return agreed_states({f"{IDS} {ids}": read, **told}, layers, source, notes, "correct one") or usual
 
 
 def _numbered(
-    config: Mapping[str, Any],
-    ids: list[int],
-    layers: int,
-    source: str,
-    notes: list[str],
-    stated: list[int] | None,
+    config: Mapping[str, Any], ids: list[int], layers: int, source: str, notes: list[str], stated: list[int] | None
 ) -> list[int]:
     """The hidden states that ``ids`` mean; ``stated``: by made_from or the user."""
     architecture, usual = architecture_of(config), standard_taps(layers)

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from drafters.config import DraftSize, Vocabulary
 from drafters.heads.eagle3.shape import Eagle3Shape
-from drafters.heads.shape import TargetSizes
 
 
 class PEagleShape(Eagle3Shape):
@@ -26,11 +25,3 @@ class PEagleShape(Eagle3Shape):
     def slots(self) -> int:
         """Tokens that it predicts in one pass."""
         return self.depths
-
-    def check(self, target: TargetSizes) -> None:
-        super().check(target)
-        if self.mask_token_id >= target.vocab_size:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id:,}, and the target's vocabulary has {target.vocab_size:,} "
-                "tokens; give the id that the head was trained with, or to train one an id that texts lack"
-            )
