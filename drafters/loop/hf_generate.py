@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
 # The warpers of Sampling, in its order.
 WARPERS = (generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper)
-# Processors whose scores of a sequence depend on that sequence only, not on the rest of the batch.
-_BY_ROW = """EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
-    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor
-    MinNewTokensLengthLogitsProcessor MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor
-    SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
-    TypicalLogitsWarper"""
-BY_ROW = (*WARPERS, *(getattr(generation, name) for name in _BY_ROW.split()))
 # Keys of a generation config for what no draft can serve (other ways of decoding, another drafter, scores of drafted
 # tokens, another cache), with their values that mean off.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -164,7 +157,6 @@ class FromTransformers:
             if isinstance(each, generation.SynthIDTextWatermarkLogitsProcessor) and len(input_ids) > 1:
                 raise ValueError(f"{type(each).__name__} keeps a state for the whole batch: give one prompt at a time")
         self.processors = list(processors)
-        self.by_row = [[for_row(each, row) for each in processors] for row in range(len(input_ids))]
         self.sampling, self.alters = sampling_of(self.processors)
         if self.alters and self.sampling.temperature < COLDEST:  # transformers' warper divides by it, and may overflow
             raise ValueError(f"temperature must be at least {COLDEST:g}; give do_sample=False instead")
@@ -178,11 +170,8 @@ class FromTransformers:
     def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
         row, text = self._text(row, new)
         scores = logits.to(text.device)[None]
-        for each, alone in zip(self.processors, self.by_row[row], strict=True):
-            if alone is not None:
-                scores = alone(text[row : row + 1], scores)
-            else:
-                scores = each(text, scores.repeat(len(text), 1))[row : row + 1]
+        for each in self.processors:
+            scores = each(text, scores.repeat(len(text), 1))[row : row + 1]
         return scores[0].to(logits.device)
 
     def ends(self, row: int, new: list[int]) -> bool:
@@ -218,18 +207,6 @@ def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
         for name in ("temperature", "top_k", "top_p"):
             options |= {name: value} if (value := getattr(each, name, None)) is not None else {}
     return Sampling(**options), others
-
-
-def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
-    """The processor for one sequence; None if it may depend on the whole batch."""
-    if isinstance(each, generation.PrefixConstrainedLogitsProcessor):
-        allowed = each._prefix_allowed_tokens_fn
-        return generation.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
-    if type(each) is generation.RepetitionPenaltyLogitsProcessor:
-        padding = each.prompt_ignore_length
-        padding = padding[row : row + 1] if isinstance(padding, Tensor) else padding
-        return generation.RepetitionPenaltyLogitsProcessor(each.penalty, prompt_ignore_length=padding)
-    return each if type(each) in BY_ROW else None
 
 
 def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
