@@ -1,11 +1,8 @@
-"""The LM head as drafting uses it: the rows of the most frequent tokens alone, and in a precision of its own.
+"""The LM head as drafting uses it: only the rows of the most frequent tokens, in a precision of its own.
 
-The target verifies with its whole LM head, so a draft's may leave tokens out (FR-Spec, Zhao et al. 2025) and round the
-others: what that costs is acceptance. The output is the target's all the same, for tokens are drawn from, and verified
-against, the distribution q over the tokens that are left.
-
-What is rare in general is not rare where a text is about it: a summary repeats names, a translation words of another
-language. So some rows are the text's own, those of its tokens that are not among the frequent ones.
+A draft's LM head may leave tokens out (FR-Spec, Zhao et al. 2025) and round the others. That lowers acceptance only:
+the target verifies with its whole LM head, against the distribution q over the tokens that are left. A text repeats
+tokens that are rare elsewhere, such as names. So some rows are those of the text's own rare tokens.
 """
 
 import json
@@ -225,11 +222,6 @@ def rows_of_head(model: TargetModel) -> int:
     return min(model.vocab_size, model.model.get_output_embeddings().out_features)
 
 
-def room_for_text(count: int, vocab_size: int) -> int:
-    """Default number of rows for the text's tokens beside those of ``count`` frequent ones."""
-    return min(TEXT_ROWS, vocab_size - count)
-
-
 def head_ids(ids: Tensor | None, options: DraftHeadOptions, vocab_size: int, source: str) -> tuple[Tensor | None, int]:
     """Select a draft head's ids of a checkpoint's; return them and how many, the last ones, give way to the text's.
 
@@ -239,25 +231,6 @@ def head_ids(ids: Tensor | None, options: DraftHeadOptions, vocab_size: int, sou
     count = options.draft_vocab
     if count is None:
         return None, 0
-    frequent = first_ids(ids, count, source)
-    assert ids is not None
-    text = room_for_text(count, vocab_size)
-    if options.draft_text is not None:
-        text = min(options.draft_text, vocab_size - count)
-    spare = ids[count : count + text]
-    if len(spare) < text:
-        unlisted = torch.ones(vocab_size, dtype=torch.bool)
-        unlisted[ids.long().cpu()] = False
-        spare = torch.cat([spare.cpu(), unlisted.nonzero()[: text - len(spare), 0]])
-    return torch.cat([frequent.cpu(), spare.cpu()]), text
-
-
-def first_ids(ids: Tensor | None, count: int, source: str) -> Tensor:
-    """The first ``count`` of a checkpoint's ids, where it has any.
-
-    Raises:
-        ValueError: it has none, or fewer.
-    """
     again = f"or count them: python -m train.tools.draft_vocab FOLDER --data DIALOGUES --size {count}"
     if ids is None:
         raise ValueError(
@@ -269,7 +242,13 @@ def first_ids(ids: Tensor | None, count: int, source: str) -> Tensor:
             f"draft_vocab is {count:,}, but {source} lists the {len(ids):,} most frequent tokens; set "
             f"draft_vocab={len(ids)} or less, {again}"
         )
-    return ids[:count]
+    text = min(TEXT_ROWS if options.draft_text is None else options.draft_text, vocab_size - count)
+    spare = ids[count : count + text]
+    if len(spare) < text:
+        unlisted = torch.ones(vocab_size, dtype=torch.bool)
+        unlisted[ids.long().cpu()] = False
+        spare = torch.cat([spare.cpu(), unlisted.nonzero()[: text - len(spare), 0]])
+    return torch.cat([ids[:count].cpu(), spare.cpu()]), text
 
 
 def check_ids(ids: Tensor, vocab_size: int, source: str) -> None:
@@ -315,10 +294,10 @@ def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> 
 
     Its module keeps the weights, to be saved. Stock layers have no products, and stay as they are.
     """
-    for layer in part.layers if part is not None else []:
-        if isinstance(layer.layer, FusedLayer) and draft_dtype(dtype, layer.layer.products[0].weight.device):
-            layer.layer.quantize_products(dtype)
     if part is not None:
+        for layer in part.layers:
+            if isinstance(layer.layer, FusedLayer) and draft_dtype(dtype, layer.layer.products[0].weight.device):
+                layer.layer.quantize_products(dtype)
         part.joined.clear()
     for product in others:
         if isinstance(product, Product) and draft_dtype(dtype, product.weight.device):
@@ -350,7 +329,7 @@ def _ids_beside(model: TargetModel, rows: int) -> Tensor | None:
 
 
 class TextTokens:
-    """Places for the tokens of a text that have none among the frequent ones; who was met longest ago gives way.
+    """Slots for tokens of a text outside the frequent list; the least recently used token is evicted.
 
     Args:
         frequent: tokens that keep their places, from 0 on. spare: those that have the places behind them until the text
@@ -362,7 +341,6 @@ class TextTokens:
         self._frequent, self._spare, self._fixed, self._first = frequent, spare, frozenset(frequent), len(frequent)
         self._held = list(spare)  # by place, from the first that is not fixed
         self._places: dict[int, int] = {}  # of what is held, who gives way first coming first
-        self._changed: dict[int, int] = {}  # since the last call of ``read``, as ``_held``
         self._rows: Sequence[list[int]] = []
         self._read: list[tuple[list[int], int]] = []  # each sequence, and how much of it was read
         self._start()
@@ -373,7 +351,7 @@ class TextTokens:
         Returns:
             Place -> token, of the places that changed.
         """
-        before = self._held
+        held = list(self._held)
         if rows is not self._rows:
             self._start()
             self._rows, self._read = rows, []
@@ -385,11 +363,10 @@ class TextTokens:
             for part in new:
                 if len(part) >= place and (token := part[-place]) not in self._fixed:
                     self._meet(token)
-        if before is not self._held:
-            both = enumerate(zip(before, self._held, strict=True))
-            self._changed = {place: token for place, (old, token) in both if old != token}
-        changed, self._changed = self._changed, {}
-        return {self._first + place: token for place, token in changed.items()}
+        if held == self._held:
+            return {}
+        both = enumerate(zip(held, self._held, strict=True), start=self._first)
+        return {place: token for place, (old, token) in both if old != token}
 
     def fresh(self) -> "TextTokens":
         """The same before any text."""
@@ -411,7 +388,7 @@ class TextTokens:
         place = self._places.pop(token, None)
         if place is None:
             place = self._places.pop(next(iter(self._places)))
-            self._held[place] = self._changed[place] = token
+            self._held[place] = token
         self._places[token] = place
 
 
