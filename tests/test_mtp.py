@@ -24,6 +24,7 @@ from drafters.heads.mtp.own import stored_names
 from drafters.heads.mtp.shape import MTPShape
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.loop.state import DecodeState
+from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.runner import identity
 from eval.measure.mistakes import declared
 from train.core.task import make_task
@@ -232,6 +233,9 @@ def test_stitching_changes_the_layer_alone(tmp_path: Path, shards: int, written:
     drafter: Any = make_drafter("mtp", target)
     for weights in drafter.module.parameters():
         weights.data.mul_(1.25)
+    drafter.module.register_buffer(
+        DRAFT_IDS, torch.arange(97, dtype=torch.int32)
+    )  # as train.tools.draft_vocab writes it
     drafter.save_pretrained(tmp_path / "trained")
     before = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
     program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new"), "--target", str(tmp_path / "target")])
@@ -242,6 +246,7 @@ def test_stitching_changes_the_layer_alone(tmp_path: Path, shards: int, written:
     assert stitched.fingerprint() == target.fingerprint()
     state = make_drafter("mtp", stitched).module.state_dict()  # type: ignore[attr-defined]
     trained = load_checkpoint(tmp_path / "trained")[1]
+    assert trained.pop(DRAFT_IDS) is not None
     assert trained.keys() == state.keys() and all(
         torch.equal(value.float(), state[key]) for key, value in trained.items()
     )

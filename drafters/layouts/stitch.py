@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafters.common.files import replace_json
 from drafters.common.fingerprints import same_weights
-from drafters.heads.mtp.own import kind_of, own_names, stored_names
+from drafters.heads.mtp.own import NAMES, kind_of, load_own, own_names, stored_names
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, weight_map
@@ -54,6 +54,8 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
             f"the fingerprint {found}; give its own target: --target FOLDER"
         )
     kind, layers = config["drafter"]["kind"], told.num_hidden_layers
+    names = tuple(NAMES[kind].values())  # ids of draft tokens and candidates stay in the checkpoint
+    weights = {key: value for key, value in weights.items() if key.startswith(names)}
     stored = stored_tensors(name, None)
     if (theirs := kind_of(stored, layers)) not in (None, kind):
         raise ValueError(f"{checkpoint} is of kind {kind}, and the MTP layer of {name} of kind {theirs}")
@@ -74,7 +76,21 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
     if (folder / INDEX).is_file():
         _write_index(folder / INDEX, out, {} if places else tensors)
     _write_config(folder, out, COUNTS[kind])
+    _check(out, found, {key: value.to(dtype) for key, value in weights.items()})
     return sorted(files)
+
+
+def _check(out: Path, fingerprint: str, weights: dict[str, Tensor]) -> None:
+    """Read the folder again: raise ValueError unless it holds this target and these weights of the layer."""
+    if (read := load_frozen_ends(str(out), device="meta").fingerprint) != fingerprint:
+        raise ValueError(f"{out} was written with the fingerprint {read}, not the target's {fingerprint}; delete it")
+    _, layer = load_own(str(out))
+    if wrong := [key for key in layer.keys() | weights.keys() if not _equal(layer.get(key), weights.get(key))]:
+        raise ValueError(f"{out} was written with another {sorted(wrong)[0]} than the checkpoint's; delete it")
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _rewrite(before: Path, after: Path, tensors: dict[str, Tensor]) -> None:
