@@ -333,6 +333,29 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert {"step_2_loss", "heldout_step_2_top1", "heldout_0-alpha"} <= names and drafter.name == "mtp"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_layer_begins_as_the_best_linear_one(settings: dict[str, Any], kind: str) -> None:
+    """Catches inputs in another order than fc reads them, a norm that scales its output otherwise than the target's,
+    and a layer that adds something."""
+    config = tiny_run.read("mtp", settings | {"precision": "float32", "head": {"kind": kind}, "start": "regression"})
+    inputs = open_inputs(config)
+    task: Any = make_task(config, inputs.ends)
+    task.load()
+    before = task.module.norm.weight.clone()
+    task.fit(inputs.train)
+    assert not torch.equal(before, task.module.norm.weight)
+    losses = []
+    for scale in (1.0, 0.0, 2.0):  # a norm forgets the size of what it reads, so the scale is that of the second half
+        weight = task.module.fc.weight.data.clone()
+        task.module.fc.weight.data[:, 48:] *= scale
+        batch = collate(inputs.train, [1, 3], config.taps)
+        batch = replace(batch, rows=task.rows(batch))
+        pairs = task.pairs(task.module, batch, seed=0)
+        losses.append(float((pairs.predictions[0] - pairs.targets).pow(2).mean()))
+        task.module.fc.weight.data.copy_(weight)
+    assert losses[0] < 0.5 * float(pairs.targets.pow(2).mean()) and losses[0] < min(losses[1:])
+
+
 def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_path: Path) -> None:
     """Catches new weights where the target has some, and a layer of another kind."""
     head = with_layer(tmp_path / "own", "qwen")

@@ -26,11 +26,15 @@ class MTPConfig(TrainConfig):
     drafter: ClassVar[str] = "mtp"
 
     head: MTPShape
-    start: Literal["target", "random"] = Field(
-        "target", description="first weights without init_from: the layer in the target's own files, or a new one"
+    start: Literal["target", "regression", "random"] = Field(
+        "target", description="first weights: of the layer in the target's own files, or of a new one; or init_from"
     )
     unroll: int = Field(3, ge=1, le=8, description="steps from each trained position; FastMTP and speculators take 3")
     step_decay: Decay = Field(0.6, description="weight of each step's loss, as a share of the one before")
+
+    @property
+    def solves_weights(self) -> bool:
+        return self.start == "regression" and self.init_from is None
 
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
@@ -44,11 +48,12 @@ from torch import Tensor
 
 from drafters.heads.mtp.own import load_own
 from drafters.hub.checkpoint import load_state
-from drafters.model.ends import FrozenEnds
+from drafters.model.ends import FrozenEnds, load_norm
 from train.core.losses import Pairs
 from train.core.task import Ratio, target_states
 from train.core.unroll import UnrolledTask
-from train.data.packing import Batch
+from train.data.packing import Batch, Source
+from train.data.regression import fit_fc
 from train.watch.alpha import chain_figures
 
 CHAIN_DEPTH = 3  # of the chain that tau is measured with
@@ -83,15 +88,23 @@ class MTPTask(UnrolledTask):
         Raises:
             ValueError: there is none, one of another kind, or one that does not fit the target's family.
         """
-        if self.config.start == "random" or self.config.init_from is not None:
+        if self.config.start != "target" or self.config.init_from is not None:
             return
         kind, weights = load_own(self.config.target, self.config.revision)
         if kind != self.config.head.kind:
             raise ValueError(
                 f"head.kind is {self.config.head.kind}, and the MTP layer of {self.config.target} is of kind {kind}; "
-                f"set head.kind={kind}, or start=random for a new layer"
+                f"set head.kind={kind}, or start=regression for a new layer"
             )
         load_state(self.drafting_module, weights, f"the MTP layer of {self.config.target}")
+
+    def fit(self, train: Source) -> None:
+        """Let ``fc`` predict the next feature linearly; the norm behind the layer begins as the target's last one."""
+        norm = load_norm(self.config.target, "float32", self.ends.embed.weight.device, self.config.revision)
+        head: Any = self.module
+        head.norm.load_state_dict(norm.state_dict())
+        ones = torch.ones(self.ends.embed.embedding_dim, device=self.ends.embed.weight.device)
+        fit_fc(self, train, 0.0, head.side_by_side, norm(ones))
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]

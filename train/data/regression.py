@@ -1,10 +1,10 @@
-"""Solve for the first weights of an EAGLE head: seconds of least squares, without a gradient.
+"""Solve for the first weights of an EAGLE head or MTP layer: seconds of least squares, without a gradient.
 
 A head is ``layer(fc(embedding, feature))``, and the layer is residual. While the layer adds nothing, fc is a linear
 prediction of the next feature, so its best weights are a least-squares solution. Training then adds what is not linear.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,14 +16,29 @@ from train.data.packing import Source, collate, complete, epoch_batches
 ROWS = 16  # rows of the least squares for each input
 PART_TOKENS = 4096  # tokens of the dialogues that are read together
 ADDING = {"o_proj", "down_proj", "c_proj", "dense"}  # projections whose output a layer adds to its input, by family
+SMALLEST = 1e-3  # factor of a norm below which an output counts for nothing
 RIDGE = 1e-3  # regularisation, as a share of an input's mean square: keeps weights small that few rows determine
 
 
-@torch.no_grad()
-def fit_fc(task: Any, train: Source, noise_width: float) -> None:
-    """Solve for the fc of an ``EagleTask``'s head over trained positions of ``train``, and let its layer add nothing.
+def side_by_side(features: Tensor, embeddings: Tensor) -> Tensor:
+    """What an EAGLE head's fc reads."""
+    return torch.cat([embeddings, features], dim=-1)
 
-    ``noise_width``: width of the uniform noise on the features in training.
+
+@torch.no_grad()
+def fit_fc(
+    task: Any,
+    train: Source,
+    noise_width: float,
+    enter: Callable[[Tensor, Tensor], Tensor] = side_by_side,
+    factor: Tensor | None = None,
+) -> None:
+    """Solve for the fc of an EAGLE or MTP head over trained positions of ``train``, and let its layer add nothing.
+
+    Args:
+        noise_width: width of the uniform noise on the features in training.
+        enter: features ``[n, H]`` and embeddings ``[n, H]`` -> what fc reads, ``[n, 2 H]``.
+        factor: ``[H]``, factors that a norm behind the layer multiplies with; None without one.
 
     Raises:
         ValueError: no position is trained.
@@ -31,7 +46,9 @@ def fit_fc(task: Any, train: Source, noise_width: float) -> None:
     width = task.ends.embed.embedding_dim
     noise = torch.zeros(2 * width)
     noise[width:] = noise_width**2 / 3  # the mean square of U(-a, a)
-    solution = least_squares(_pairs(task, train, ROWS * 2 * width), noise)
+    solution = least_squares(_pairs(task, train, ROWS * 2 * width, enter), noise)
+    if factor is not None:
+        solution /= factor.where(factor.abs() > SMALLEST, 1.0).to(solution)[:, None]
     task.module.get_parameter("fc.weight").copy_(solution)
     add_nothing(task.module)
 
@@ -45,7 +62,9 @@ def add_nothing(head: nn.Module) -> None:
                 weights.zero_()
 
 
-def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(
+    task: Any, train: Source, wanted: int, enter: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs ``[n, 2 H]`` and targets ``[n, H]`` of fc, part by part, up to about ``wanted`` rows."""
     device, count = task.ends.embed.weight.device, 0
     for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
@@ -53,10 +72,13 @@ def _pairs(task: Any, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tens
             return
         batch = collate(train, part)
         rows = task.rows(batch)
-        batch = complete(train, batch, ()).to(device, torch.float32)
+        batch = complete(train, batch, task.config.taps).to(device, torch.float32)
         read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]
-        features, targets = batch.features.flatten(0, 1)[rows], target_states(batch, task.ahead).flatten(0, 1)[rows]
-        yield torch.cat([task.ends.embed(read).float(), features], dim=-1), targets
+        features, targets = (
+            task.features(batch).flatten(0, 1)[rows],
+            target_states(batch, task.ahead).flatten(0, 1)[rows],
+        )
+        yield enter(features, task.ends.embed(read).float()), targets
         count += len(rows)
 
 

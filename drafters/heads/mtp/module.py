@@ -76,8 +76,12 @@ class MTPLayer(nn.Module):
         """What the layer reads, ``[B, T, H]``; ``first``: bool ``[B, T]``, at position 0 of a text."""
         if self.shape.masks_first:
             embeddings = embeddings.masked_fill(first[..., None], 0)
+        return fc(self.side_by_side(features, embeddings))
+
+    def side_by_side(self, features: Tensor, embeddings: Tensor) -> Tensor:
+        """What ``fc`` reads, ``[..., 2 H]``."""
         parts = [self.embed_norm(embeddings), self.hidden_norm(features)]
-        return fc(torch.cat(parts if self.shape.embedding_first else parts[::-1], dim=-1))
+        return torch.cat(parts if self.shape.embedding_first else parts[::-1], dim=-1)
 
     def scored(self, predicted: Tensor) -> Tensor:
         """Return what enters the LM head, ``[..., H]``."""
