@@ -18,11 +18,13 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
 from drafters.loop import generate as loop
 from drafters.loop.state import DecodeState
+from drafters.loop.tree import ROOT, DraftTree
 from drafters.policy import costs
 
 Make = Callable[[TargetModel], Drafter]
@@ -75,6 +77,46 @@ def in_bfloat16(target: TargetModel) -> TargetModel:
 def rows_of(result: GenerateResult) -> list[list[int]]:
     """Token ids of each row without the filling."""
     return [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
+
+
+@contextmanager
+def each_draft(drafter: Any, look: Callable[[DecodeState, DraftTree], None]) -> Iterator[None]:
+    """Call ``look`` with the state and the draft at each ``propose`` in the block."""
+    propose = drafter.propose
+
+    def looked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        look(state, draft)
+        return draft
+
+    with mock.patch.object(drafter, "propose", looked):
+        yield
+
+
+def path_of(draft: DraftTree, node: int, row: int = 0) -> list[int]:
+    """Tokens from the root's child to ``node``."""
+    if node == ROOT:
+        return []
+    return [*path_of(draft, int(draft.parents[row, node]), row), int(draft.tokens[row, node])]
+
+
+def check_children(
+    state: DecodeState, draft: DraftTree, logits: Callable[[list[int]], Tensor], row: int = 0, **tolerance: float
+) -> None:
+    """The children of each node are the likeliest tokens of ``logits(path)``, or their q is that of these logits."""
+    nodes: dict[int, list[int]] = {}
+    for node in range(draft.size):
+        nodes.setdefault(int(draft.parents[row, node]), []).append(node)
+    for parent, children in nodes.items():
+        expected = logits(path_of(draft, parent, row))
+        if draft.q is None:
+            assert draft.tokens[row, children].tolist() == expected.topk(len(children)).indices.tolist()
+            continue
+        assert draft.q_row is not None
+        wanted = state.sampling.probabilities(expected)
+        for node in children:
+            found = draft.q[row, draft.q_row[row, node]]
+            torch.testing.assert_close(found, wanted, **{"atol": 1e-4, "rtol": 1e-3} | tolerance)
 
 
 @contextmanager

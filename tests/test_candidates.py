@@ -11,7 +11,7 @@ import conformance
 import pytest
 import tiny_run
 import torch
-from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
+from conformance import NO_EOS, each_draft, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import Oracle, OracleBlock, OracleHeads, dflash, dflash2, dspark, eagle, eagle3, kangaroo, medusa, with_head
 from test_peagle import peagle
@@ -86,17 +86,15 @@ def test_q_is_over_the_candidates(name: str, temperature: float) -> None:
     """Catches candidates' places taken for rows or ids, a q that is not over the candidates, and lossy output."""
     target = target_of("llama")
     drafter = MAKE[name](target)
-    count, propose, accepted = drafter.lm_head.candidates.count, drafter.propose, []
+    count, accepted = drafter.lm_head.candidates.count, []
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         if draft.q is not None and draft.size:
             assert draft.q.shape[-1] == target.vocab_size
             torch.testing.assert_close(draft.q.sum(-1), torch.ones(draft.q.shape[:-1]))
             assert 1 < int((draft.q > 0).sum(-1).max()) <= count
-        return draft
 
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         result = generate(
             target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS, temperature=temperature, seed=1
         )

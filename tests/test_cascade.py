@@ -1,12 +1,11 @@
 """Cascades: a draft model accelerated by a drafter drafts what it would have drafted alone."""
 
 from collections.abc import Callable
-from unittest import mock
 
 import conformance
 import pytest
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, each_draft, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import eagle, perturbed
 
@@ -64,12 +63,11 @@ def test_drafts_are_the_draft_models(make, temperature: float) -> None:  # noqa:
     target = target_of("llama")
     drafter = make(target)
     draft_model = drafter.draft_model
-    propose, seen = drafter.propose, set()
+    seen = set()
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         if draft.size == 0:
-            return draft
+            return
         known = state.tokens[0]
         whole = torch.tensor([known + draft.tokens[0].tolist()])
         logits = draft_model.model(whole).logits[:, len(known) - 1 : -1]
@@ -78,9 +76,8 @@ def test_drafts_are_the_draft_models(make, temperature: float) -> None:  # noqa:
         else:
             expected = Sampling(temperature, 30, 0.95).probabilities(logits)
             torch.testing.assert_close(draft.q, expected, atol=1e-4, rtol=1e-3)
-        return draft
 
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         for seed in range(3):
             options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95, "seed": seed}
             trace = generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options).trace

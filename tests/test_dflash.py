@@ -1,6 +1,7 @@
 """DFlash, DSpark and DFlash2: a head equals the forward of its description, and decoding drafts as it does."""
 
 import itertools
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,9 +10,8 @@ import tiny
 import torch
 from block_reference import block_states, markov_bias, selector_scores
 from by_keys import new_head
-from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
+from conformance import NO_EOS, check_children, each_draft, path_of, plain_greedy, prompt, rows_of, target_of
 from rigged import BLOCK, SELECTOR, Cycling, block_costs, block_drafter, dflash, dspark
-from test_eagle import path_of
 from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
@@ -142,23 +142,13 @@ class Described:
         return whole
 
 
-def compare(drafter: Any, draft: DraftTree, state: DecodeState, counts: list[int]) -> None:
+def compare(drafter: Any, counts: list[int], state: DecodeState, draft: DraftTree) -> None:
     """Children by the description: the likeliest ones, or a q that is right."""
     described = Described(drafter)
     for row, known in enumerate(state.tokens):
         if state.finished[row] or not draft.size:
             continue
-        parents: dict[int, list[int]] = {}
-        for node, parent in enumerate(draft.parents[row].tolist()):
-            parents.setdefault(parent, []).append(node)
-        for parent, children in parents.items():
-            expected = described.logits(known, path_of(draft, parent, row))
-            if draft.q is None:
-                assert draft.tokens[row, children].tolist() == expected.topk(len(children)).indices.tolist()
-            else:
-                assert draft.q_row is not None
-                q = draft.q[row, draft.q_row[row, children[0]]]
-                torch.testing.assert_close(q, state.sampling.probabilities(expected), atol=1e-4, rtol=1e-3)
+        check_children(state, draft, partial(described.logits, known), row)
         counts.append(len(known))
 
 
@@ -178,12 +168,7 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
     if tree == "auto":
         drafter.policy = Cycling()
         drafter.policy.shapes = (((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)),)
-    propose, scored, described, counts = drafter.propose, drafter.head.scored, Described(drafter), []
-
-    def compared(state: DecodeState) -> DraftTree:
-        draft = propose(state)
-        compare(drafter, draft, state, counts)
-        return draft
+    scored, described, counts = drafter.head.scored, Described(drafter), []
 
     def with_states(states: Tensor, state: DecodeState) -> Any:
         for row, known in enumerate(state.tokens):
@@ -191,7 +176,7 @@ def test_drafts_equal_the_head_from_scratch(case: str, tree: str, temperature: f
                 torch.testing.assert_close(states[row], described.states(known), atol=1e-5, rtol=1e-5)
         return scored(states, state)
 
-    with mock.patch.object(drafter, "propose", compared), mock.patch.object(drafter.head, "scored", with_states):
+    with each_draft(drafter, partial(compare, drafter, counts)), mock.patch.object(drafter.head, "scored", with_states):
         options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": NO_EOS, "temperature": temperature}
         generate(target, drafter, [prompt(9), prompt(2, 1), prompt(1, 2)], **options)
     assert len(counts) > 9
@@ -209,14 +194,7 @@ def test_other_engines_draft_the_same(engine: Any, case: str) -> None:
         drafter.module.layers[0].register_forward_hook(lambda *given: None)  # so that it cannot be fused
         drafter = type(drafter)(target, drafter.module, drafter.settings)
         assert isinstance(drafter.head.block.layers[0].layer, StockLayer)
-    propose = drafter.propose
-
-    def compared(state: DecodeState) -> DraftTree:
-        draft = propose(state)
-        compare(drafter, draft, state, counts)
-        return draft
-
-    with mock.patch.object(drafter, "propose", compared):
+    with each_draft(drafter, partial(compare, drafter, counts)):
         generate(target, drafter, [prompt(9), prompt(2, 1)], max_new_tokens=8, eos_token_id=NO_EOS, temperature=0.9)
     assert len(counts) > 6
 
@@ -271,14 +249,8 @@ def test_rows_that_join_draft_as_alone(name: str) -> None:
     target = target_of("llama")
     drafter = made(target, (name, {"layout": "anchor-first"}), "chain")
     prompts = iter([(key, prompt(length, key)) for key, length in enumerate([9, 3, 6, 1, 12, 5])])
-    propose, counts = drafter.propose, []
-
-    def compared(state: DecodeState) -> DraftTree:
-        draft = propose(state)
-        compare(drafter, draft, state, counts)
-        return draft
-
-    with mock.patch.object(drafter, "propose", compared):
+    counts = []
+    with each_draft(drafter, partial(compare, drafter, counts)):
         options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": NO_EOS}
         done = generate_many(target, drafter, lambda: next(prompts, None), batch=2, longest=12, **options)
         for one in done:

@@ -12,7 +12,7 @@ from unittest import mock
 import conformance
 import pytest
 import torch
-from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
+from conformance import NO_EOS, each_draft, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, VOCAB, WARPS, deviation, toy
 from rigged import Oracle, OracleHeads, eagle, kangaroo, medusa, perturbed, quiet_depths, with_head
 from tiny import build
@@ -378,19 +378,16 @@ def test_a_draft_model_of_another_size(name: str, options: Options, more: int) -
     model = resized(target, size)
     with mock.patch(f"{__name__}.perturbed", lambda *_: model):
         drafter = with_model(name, 0.05, **SHAPES[name])(target, ids, options)
-    propose = drafter.propose
     from_target = name == "ouroboros"  # its phrases are the target's words
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         drafted = draft.tokens.flatten().tolist()
         assert from_target or all(token < least for token in drafted)
         assert draft.q is None or draft.q.shape[-1] == target.vocab_size
         assert draft.q is None or not draft.q[..., least:].any()
-        return draft
 
     for temperature in (0.0, 1.0):
-        with mock.patch.object(drafter, "propose", checked):
+        with each_draft(drafter, checked):
             found = [
                 generate(target, drafter, [text], max_new_tokens=24, eos_token_id=NO_EOS, temperature=temperature)
                 for text in (prompt(9), [target.vocab_size - 1, *prompt(5)])

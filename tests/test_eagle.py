@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, check_children, each_draft, prompt, target_of
 from rigged import eagle
 from torch import nn
 from transformers import AutoConfig
@@ -15,7 +15,7 @@ from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.heads.eagle.module import EagleHead
 from drafters.heads.eagle.shape import EagleShape
 from drafters.loop.state import DecodeState
-from drafters.loop.tree import ROOT, DraftTree
+from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleOptions
 
 OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")
@@ -49,27 +49,10 @@ def _features(drafter: EagleDrafter, known: list[int], path: list[int], made: Ma
     return made[tuple(path)]
 
 
-def path_of(draft: DraftTree, node: int, row: int = 0) -> list[int]:
-    if node == ROOT:
-        return []
-    return [*path_of(draft, int(draft.parents[row, node]), row), int(draft.tokens[row, node])]
-
-
 def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree, row: int = 0) -> None:
-    nodes: dict[int, list[int]] = {}
     made: Made = {}
-    for node in range(draft.size):
-        nodes.setdefault(int(draft.parents[row, node]), []).append(node)
-    for parent, children in nodes.items():
-        logits = from_scratch(drafter, state.tokens[row], path_of(draft, parent, row), made)
-        tokens = draft.tokens[row, children]
-        if draft.q is None:
-            assert tokens.tolist() == logits.topk(len(children)).indices.tolist()
-        else:
-            assert draft.q_row is not None
-            expected = state.sampling.probabilities(logits)
-            for node in children:
-                torch.testing.assert_close(draft.q[row, draft.q_row[row, node]], expected, atol=5e-3, rtol=2e-2)
+    logits = lambda path: from_scratch(drafter, state.tokens[row], path, made)  # noqa: E731
+    check_children(state, draft, logits, row, atol=5e-3, rtol=2e-2)
 
 
 HEADS = [("llama", SHIFTED, 0.0), ("llama", SHIFTED, 0.9), ("qwen3", SHIFTED, 0.9)]
@@ -86,10 +69,9 @@ def test_drafts_equal_the_head_from_scratch(family: str, inputs: HeadInputs, tre
         .tokens[0]
         .tolist()
     )
-    propose, checked = drafter.propose, []
+    checked = []
 
-    def forced(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def forced(state: DecodeState, draft: DraftTree) -> None:
         check_draft(drafter, state, draft)
         done = len(state.tokens[0]) - 9
         path = list(range(1 + len(checked) % 2))
@@ -97,9 +79,8 @@ def test_drafts_equal_the_head_from_scratch(family: str, inputs: HeadInputs, tre
         if temperature == 0 and draft.is_chain and state.room() > 4:  # make one or two draft tokens right
             draft.tokens = draft.tokens.clone()
             draft.tokens[0, path] = torch.tensor(continuation[done : done + len(path)])
-        return draft
 
-    with mock.patch.object(drafter, "propose", forced):
+    with each_draft(drafter, forced):
         generate(target, drafter, [prompt(9)], max_new_tokens=16, eos_token_id=NO_EOS, temperature=temperature)
     assert len(checked) > 3
 
@@ -217,14 +198,12 @@ def test_sampled_tree_has_the_warped_q() -> None:
     """Catches a draft distribution without the target's warps: lossless still, but it drafts what top-p rejects."""
     target = target_of("llama")
     drafter = eagle(target, None, "static")
-    propose, supports = drafter.propose, []
+    supports = []
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         if draft.q is not None:
             supports.append(int((draft.q > 0).sum(-1).max()))
-        return draft
 
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         generate(target, drafter, [prompt(9)], max_new_tokens=12, temperature=1.5, top_k=5, top_p=0.9)
     assert supports and 1 < max(supports) <= 5

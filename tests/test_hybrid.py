@@ -7,7 +7,7 @@ from unittest import mock
 
 import conformance
 import pytest
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, each_draft, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import Cycling, auto_eagle, by_length, dflash, dspark, eagle, eagle3, goes_by, perturbed
 from test_eagle import check_draft
@@ -73,19 +73,17 @@ def test_the_head_takes_in_what_was_copied(
     target = target_of("llama")
     head = make(target)
     drafter = by_match(target, head, Spoilt.from_options(target))
-    propose, checked, copied = drafter.propose, [], []
+    checked, copied = [], []
 
-    def forced(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def forced(state: DecodeState, draft: DraftTree) -> None:
         copied.append(not drafter._head_drafted)
         if drafter._head_drafted and draft.size:
             for row, finished in enumerate(state.finished):
                 if not finished:
                     check_draft(head, state, draft, row)
             checked.append(copied[-2:-1])
-        return draft
 
-    with mock.patch.object(drafter, "propose", forced):
+    with each_draft(drafter, forced):
         for seed in range(2):
             prompts = [prompt(9 + 4 * row, seed) for row in range(rows)]
             options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": seed}
@@ -130,14 +128,12 @@ def test_rows_of_a_batch_come_and_go(match: int | str) -> None:
     drafter = hybrid(target, head, lookup, 0.25) if match == "auto" else by_match(target, head, lookup)
     options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": eos}
     waiting = deque(enumerate(prompts))
-    propose, copied = drafter.propose, []
+    copied = []
 
-    def noted(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def noted(state: DecodeState, draft: DraftTree) -> None:
         copied.append(draft.extra.source == lookup.name)
-        return draft
 
-    with mock.patch.object(drafter, "propose", noted):
+    with each_draft(drafter, noted):
         for _ in range(2):  # the second time the answers are known
             found = generate(target, drafter, prompts, **options)
             assert conformance.rows_of(found) == expected

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, each_draft, prompt, target_of
 from rigged import EXIT_LAYER, kangaroo, quiet_depths
 
 from drafters import TargetModel, generate, load_drafter
@@ -26,16 +25,15 @@ def test_drafts_equal_the_adapter_from_scratch(rigged: bool, scale: float, tempe
     """Catches adapter rows lost or kept too long, wrong positions, q without its warps, and a wrong stop by eta."""
     target = target_of("llama", quiet_depths(scale))
     drafter = kangaroo(target, rigged, eta=ETA, max_draft_tokens=4)
-    propose, sizes = drafter.propose, set()
+    sizes = set()
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         known, drafted = state.tokens[0], draft.tokens[0].tolist()
         sizes.add(draft.size)
         exits = target.features(torch.tensor([known + drafted]), taps=(EXIT_LAYER,)).taps[EXIT_LAYER]
         if not draft.size:  # only the bonus token has room
             assert state.room() == 1
-            return draft
+            return
         assert draft.extra.hidden is not None and draft.extra.resume_layer == EXIT_LAYER
         torch.testing.assert_close(draft.extra.hidden, exits[:, len(known) - 1 :], atol=1e-3, rtol=1e-3)
         states = drafter.module(exits, torch.arange(exits.shape[1])[None])
@@ -48,10 +46,9 @@ def test_drafts_equal_the_adapter_from_scratch(rigged: bool, scale: float, tempe
         sure = logits.softmax(-1).amax(-1)[0].tolist()
         assert all(value > ETA for value in sure[:-1]), "it must stop after the first uncertain token"
         assert draft.size == min(4, state.room() - 1) or sure[-1] <= ETA, "it must not stop before"
-        return draft
 
     accepted = set()
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         for seed in range(2):
             options = {"max_new_tokens": 18, "eos_token_id": NO_EOS, "seed": seed, "top_k": 30, "top_p": 0.95}
             trace = generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options).trace
@@ -68,15 +65,14 @@ def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temp
     a stop by how sure the adapter is of another node than the likeliest path's."""
     target = target_of("llama", quiet_depths(scale))
     drafter = kangaroo(target, rigged, eta=SURER, paths=TREE)
-    propose, shapes = drafter.propose, set()
+    shapes = set()
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         known, parents = state.tokens[0], draft.parents[0].tolist()
         shapes.add(draft.size)
         if not draft.size:  # only the bonus token has room
             assert state.room() == 1
-            return draft
+            return
         assert draft.extra.hidden is not None
         sure: list[float] = []  # at each level, after the likeliest path so far
         for node, parent in enumerate(parents):
@@ -97,9 +93,8 @@ def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temp
                 torch.testing.assert_close(q, state.sampling.probabilities(logits), atol=1e-4, rtol=1e-3)
         assert all(value > SURER for value in sure[:-1])
         assert len(sure) == min(3, state.room() - 1) or sure[-1] <= SURER
-        return draft
 
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         options = {"max_new_tokens": 20, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95}
         trace = generate(target, drafter, [prompt(8)], temperature=temperature, **options).trace
     assert len(shapes) > 1, "it must stop early at times"

@@ -3,12 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, each_draft, prompt, target_of
 from rigged import medusa
 
 from drafters import TargetModel, generate, load_drafter
@@ -31,11 +30,10 @@ def test_drafts_are_the_heads_on_the_last_true_feature(tree: str, layers: int, o
     """Catches a feature of another row, a head at another depth, another head's LM head, a q of another depth."""
     target = target_of("llama")
     drafter = medusa(target, None, tree, layers=layers, own_lm_heads=own, nodes=12)
-    propose, sizes, module = drafter.propose, set(), drafter.module
+    sizes, module = set(), drafter.module
     assert isinstance(module, MedusaHeads)
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         plan, sampled = drafter._plan, state.sampling
         sizes.add(draft.size)
         for row, known in enumerate(state.tokens):
@@ -52,9 +50,8 @@ def test_drafts_are_the_heads_on_the_last_true_feature(tree: str, layers: int, o
             assert draft.q is not None and draft.q_row is not None and draft.q_row[row].tolist() == list(plan.above)
             wanted = sampled.probabilities(logits[: len(plan.levels)])
             torch.testing.assert_close(draft.q[row], wanted, atol=1e-4, rtol=1e-3)
-        return draft
 
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         options: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": NO_EOS, "temperature": temperature}
         generate(target, drafter, [prompt(8), prompt(5, 1)], top_k=30, top_p=0.95, **options)
     assert max(sizes) == (4 if tree == "chain" else 12)

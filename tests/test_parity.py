@@ -11,7 +11,7 @@ from unittest import mock
 import overfitted
 import pytest
 import torch
-from conformance import plain_greedy
+from conformance import each_draft, plain_greedy
 from programs import status
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -191,21 +191,19 @@ def chain(
 def test_a_mistake_is_the_one_that_its_name_says(name: str) -> None:
     """Catches a fault planted elsewhere, which the fake engine would have too, and a mistake that changes tokens."""
     drafter, seen = planted(name), []
-    propose, head = drafter.propose, drafter.module
+    head = drafter.module
     moved = {"draft positions one too low": -1, "draft positions one too high": 1}.get(name, 0)
     theta = 10_000.0 if name == "rope_theta 10000" else None
     ids: Any = head.d2t + (0 if name == "d2t taken for ids" else torch.arange(overfitted.KEPT))
 
-    def compare(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def compare(state: DecodeState, draft: DraftTree) -> None:
         if draft.size == overfitted.DEPTH:
             expected = chain(drafter, state.tokens[0], moved, name == "embedding of token i, not i + 1", theta, ids)
             assert draft.tokens[0].tolist() == expected
             seen.append(draft)
-        return draft
 
     prompt = half(1)[0]
-    with mock.patch.object(drafter, "propose", compare):
+    with each_draft(drafter, compare):
         made = generate(drafter.target, drafter, [prompt], max_new_tokens=14, eos_token_id=[])
     assert len(seen) > 1
     assert made.tokens[0].tolist() == plain_greedy(drafter.target, prompt, 14)

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import tiny_run
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, check_children, each_draft, prompt, target_of
 from pydantic import ValidationError
 from rigged import PEAGLE, goes_by, peagle
 from test_eagle3 import described, first_features, rms
@@ -23,6 +23,7 @@ from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoin
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export
 from drafters.loop.state import DecodeState
+from drafters.loop.tree import DraftTree
 from eval.measure.mistakes import declared
 from train.core.task import make_task
 from train.core.weights import draft_with
@@ -63,25 +64,18 @@ def test_drafts_equal_the_head_from_scratch(variant: str, temperature: float) ->
     slot of another depth."""
     target = target_of("llama")
     drafter = peagle(target, "chain", **VARIANTS[variant])
-    propose, compared = drafter.propose, []
+    compared = []
 
-    def checked(state: DecodeState) -> Any:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         for row, known in enumerate(state.tokens):
             if state.finished[row] or not draft.size:
                 continue
             scores = slots(drafter, known)
-            for slot in range(draft.size):
-                if draft.q is None:
-                    assert int(draft.tokens[row, slot]) == int(scores[slot].argmax())
-                else:
-                    expected = state.sampling.probabilities(scores[slot])
-                    torch.testing.assert_close(draft.q[row, slot], expected, atol=1e-4, rtol=1e-3)
+            check_children(state, draft, lambda path, scores=scores: scores[len(path)], row)
             compared.append(row)
-        return draft
 
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_EOS, "temperature": temperature}
-    with mock.patch.object(drafter, "propose", checked):
+    with each_draft(drafter, checked):
         generate(target, drafter, [prompt(9), prompt(3, 1)], **options)
     assert compared.count(0) > 5 and compared.count(1) > 5
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, each_draft, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from enumeration import Q, accepted, bias, committed, deduplicated, sampled
 from rigged import perturbed
@@ -94,13 +94,12 @@ def test_drafts_are_the_draft_models(temperature: float) -> None:
     """Catches a draft cache that keeps another model's accepted tokens or its own rejected ones: tau falls, unseen."""
     target = target_of("llama")
     drafter = two(target)
-    propose, lengths = drafter.propose, set()
+    lengths = set()
     models = [speculator.draft_model for speculator in drafter.speculators]
 
-    def checked(state: DecodeState) -> DraftTree:
-        draft = propose(state)
+    def checked(state: DecodeState, draft: DraftTree) -> None:
         if draft.size == 0:
-            return draft
+            return
         assert isinstance(draft, MergedTree)
         known = state.tokens[0]
         for index, (model, path) in enumerate(zip(models, draft.trie.paths, strict=True)):
@@ -114,14 +113,13 @@ def test_drafts_are_the_draft_models(temperature: float) -> None:
                 expected = Sampling(temperature, 30, 0.95).probabilities(logits)
                 torch.testing.assert_close(q, expected, atol=1e-4, rtol=1e-3)
                 assert bool((q.gather(1, torch.tensor(tokens)[:, None]) > 0).all())
-        return draft
 
     def observed(state: DecodeState, draft: MergedTree, output: object, verdict: object) -> None:
         observe(state, draft, output, verdict)
         lengths.add(tuple(drafter._known - speculator._cache.lengths[0] for speculator in drafter.speculators))
 
     observe = drafter.observe
-    with mock.patch.object(drafter, "propose", checked), mock.patch.object(drafter, "observe", observed):
+    with each_draft(drafter, checked), mock.patch.object(drafter, "observe", observed):
         for seed in range(3):
             options = {"max_new_tokens": 20, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95, "seed": seed}
             generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options)

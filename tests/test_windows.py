@@ -3,13 +3,14 @@
 The forward is compared with its description in test_dflash.py, and training in test_train_dflash.py.
 """
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from block_reference import sees
-from conformance import NO_EOS, plain_greedy, prompt, target_of
+from conformance import NO_EOS, each_draft, plain_greedy, prompt, target_of
 from pydantic import ValidationError
 from rigged import BLOCK, dflash, dspark
 from test_dflash import compare
@@ -17,6 +18,8 @@ from test_dflash import compare
 from drafters import generate
 from drafters.drafting import head as head_file
 from drafters.heads.block.shape import BlockShape
+from drafters.loop.state import DecodeState
+from drafters.loop.tree import DraftTree
 from drafters.model.rows import Placed, Rows, Scope
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -73,16 +76,14 @@ def test_texts_of_several_windows(case: str, temperature: float) -> None:
     """
     target, counts, sizes = target_of("llama"), list[int](), list[int]()
     drafter = dflash(target, None, "chain", **WINDOWS[case])
-    propose, reach = drafter.propose, drafter.module.shape.reach
+    reach = drafter.module.shape.reach
 
-    def compared(state: Any) -> Any:
-        draft = propose(state)
-        compare(drafter, draft, state, counts)
+    def compared(state: DecodeState, draft: DraftTree) -> None:
+        compare(drafter, counts, state, draft)
         sizes.append(drafter.head.cache.capacity)
-        return draft
 
     options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": NO_EOS, "temperature": temperature, "seed": 1}
-    with mock.patch.object(drafter, "propose", compared), mock.patch.object(head_file, "SPARE", 12):
+    with each_draft(drafter, compared), mock.patch.object(head_file, "SPARE", 12):
         texts = generate(target, drafter, PROMPTS, **options)
     assert len(counts) > 100
     assert (reach is None) is (case == "mixed")
@@ -101,14 +102,7 @@ def test_other_engines_have_the_same_windows(engine: Any) -> None:
 
     target, counts = TargetModel(tiny.build("llama"), engine=engine, name=engine), list[int]()
     drafter = dflash(target, None, "chain", **WINDOWS["anchored"])
-    propose = drafter.propose
-
-    def compared(state: Any) -> Any:
-        draft = propose(state)
-        compare(drafter, draft, state, counts)
-        return draft
-
-    with mock.patch.object(drafter, "propose", compared), mock.patch.object(head_file, "SPARE", 12):
+    with each_draft(drafter, partial(compare, drafter, counts)), mock.patch.object(head_file, "SPARE", 12):
         generate(target, drafter, PROMPTS[:2], max_new_tokens=60, eos_token_id=NO_EOS)
     assert len(counts) > 50 and any(drafter.head.cache.dropped)
 
@@ -123,7 +117,7 @@ def test_pending_tokens_beyond_a_window() -> None:
         if next(steps) % 12:
             return state.nothing
         draft = propose(state)
-        compare(drafter, draft, state, counts)
+        compare(drafter, counts, state, draft)
         return draft
 
     with mock.patch.object(drafter, "propose", compared), mock.patch.object(head_file, "SPARE", 12):
