@@ -1,7 +1,10 @@
 """Plain decoding under the suite: the baseline of every speedup must itself be right."""
 
 import conformance
+import tiny
 
 from drafters.methods.autoregressive import AutoregressiveDrafter
 
-TestAutoregressive = conformance.suite(AutoregressiveDrafter.from_options, accepts="none", longest_draft=0)
+TestAutoregressive = conformance.suite(
+    AutoregressiveDrafter.from_options, accepts="none", families=tiny.FAMILIES, longest_draft=0
+)

@@ -160,14 +160,9 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"successor_codebook is \[60, 8\], and must have a row for each of the target's 97 tokens",
     ),
     "rank": (group(selector_rank=16), "selector_rank is 16, and its tensors are those of 8"),
-    "taps": (group(conv_kernel_size=3), "conv_kernel_size is 3, and its tensors are those of 2"),
-    "groups": (group(conv_group_size=16), "conv_group_size is 16, and its tensors are those of 8"),
     "no candidates": (group(selector_top_k=None), "selector_top_k must be a whole number of at least 1, found None"),
     "more candidates than tokens": (group(selector_top_k=98), "selector_top_k is 98, and the target's vocabulary"),
     "DFlash's class": (lambda c, w: c.update(architectures=["DFlashDraftModel"]), "and a DFlash2 head DFlash2Draft"),
-    "scaled logits": (group(output_multiplier=0.2), "output_multiplier is 0.2: it is a head whose logits are scaled"),
-    "capped logits": (group(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
-    "scaled embeddings": (group(input_embedding_scale=8.0), "input_embedding_scale is 8.0"),
     "anchor first": (group(sample_from_anchor=True), None),
 }  # fmt: skip
 
