@@ -134,6 +134,7 @@ MORE: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 2},
     "dflash": {"tap_layers": [tiny_run.TAP], "block_size": 5, "mask_token_id": 2, "layers": 1},
     "eagle3": {"tap_layers": [tiny_run.TAP], "ttt_steps": 2, "draft_vocab": 60},
+    "mtp": {"start": "random"},
 }
 
 
