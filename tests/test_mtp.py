@@ -29,6 +29,7 @@ from drafters.model.runner import identity
 from eval.measure.mistakes import declared
 from train.core.task import make_task
 from train.data.packing import collate
+from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
 KINDS = ("qwen", "mimo", "deepseek")
@@ -354,6 +355,13 @@ def test_a_new_layer_begins_as_the_best_linear_one(settings: dict[str, Any], kin
         losses.append(float((pairs.predictions[0] - pairs.targets).pow(2).mean()))
         task.module.fc.weight.data.copy_(weight)
     assert losses[0] < 0.5 * float(pairs.targets.pow(2).mean()) and losses[0] < min(losses[1:])
+
+
+def test_later_steps_begin_late(settings: dict[str, Any]) -> None:
+    """Catches steps behind the first that are trained from the beginning or never."""
+    run = tiny_run.train_here("mtp", settings | {"steps": 4, "warmup_steps": 0, "log_every": 1, "unroll_from": 0.5})
+    rows = [row for row in read_metrics(run.config.out) if "loss" in row]
+    assert ["step_2_loss" in row for row in rows] == [False, False, True, True]
 
 
 def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_path: Path) -> None:

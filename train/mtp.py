@@ -30,7 +30,12 @@ class MTPConfig(TrainConfig):
         "target", description="first weights: of the layer in the target's own files, or of a new one; or init_from"
     )
     unroll: int = Field(3, ge=1, le=8, description="steps from each trained position; FastMTP and speculators take 3")
+    unroll_from: float = Field(0.0, ge=0, lt=1, description="share of the run that trains only the first step")
     step_decay: Decay = Field(0.6, description="weight of each step's loss, as a share of the one before")
+
+    @property
+    def one_pass_until(self) -> float:
+        return self.unroll_from
 
     @property
     def solves_weights(self) -> bool:
