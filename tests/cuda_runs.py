@@ -16,7 +16,7 @@ from simulated_cuda import SimulatedCuda
 
 from data_prep.answers.datastore import datastore_of, save_datastore
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.drafting.datastore import vocabulary_facts
+from drafters.drafting.token_file import vocabulary_facts
 from drafters.loop import generate as loop
 
 RATES = [0.8, 0.6, 0.4]

@@ -134,7 +134,7 @@ def test_eos_in_phrases() -> None:
     drafter.begin(state, said())
     assert list(drafter.pool.items()) == [(5, (6, 7)), (6, (7,))]
     assert drafter.propose(state).tokens[0, :2].tolist() == [6, 7]
-    drafter.pool.add(5, (7, 1, 2))  # of another EOS
+    drafter.pool.add(5, (7, 1, 2))  # from a file, or another EOS
     assert drafter.propose(state).tokens[0, :3].tolist() == [7, 6, 7]
 
 

@@ -6,15 +6,14 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import is_text
-from drafters.common.files import replacing, save_tensors
 from drafters.common.wording import read_text
-from drafters.drafting.datastore import KIND, Datastore, vocabulary_facts
+from drafters.drafting.datastore import CONTENT, Datastore
 from drafters.drafting.retrieval import BETWEEN
+from drafters.drafting.token_file import save_tokens, vocabulary_facts
 from drafters.model.files import load_bare_tokenizer, load_config_only
 
 WHOLE = 1 << 30  # most tokens of a dialogue: none is cut
@@ -97,7 +96,4 @@ def save_datastore(path: Path, store: Datastore, vocabulary: dict[str, str]) -> 
     Args:
         vocabulary: ``vocabulary_facts`` of the model that the token ids belong to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: torch.from_numpy(array) for name, array in store._asdict().items()}
-    with replacing(path) as temporary:
-        save_tensors(tensors, temporary, KIND | vocabulary)
+    save_tokens(path, CONTENT, store._asdict(), vocabulary)

@@ -1,12 +1,14 @@
 """Lookahead decoding: one forward of the target both guesses n-grams and verifies them (Fu et al. 2024). Untrained."""
 
+from pathlib import Path
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.config import Config, DraftSize
-from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
+from drafters.drafting.phrase_pool import PhraseWindow, first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -24,6 +26,7 @@ class LookaheadOptions(Config):
     ``from_prompt``: add the prompt's n-grams to the pool.
     ``from_output``: add the output's n-grams to the pool (not in the paper).
     ``from_history``: keep the pool from prompt to prompt.
+    ``pool``: file of a saved pool that the first prompt begins with, or every prompt without ``from_history``.
 
     The defaults suit small models on a CPU, where each of (N - 1)(W + G) tokens costs time. On a GPU, the authors use
     window, ngram and guesses of 15, 5, 15 for 7B parameters, 10, 5, 10 for 13B and 7, 5, 7 for 33B.
@@ -35,6 +38,7 @@ class LookaheadOptions(Config):
     from_prompt: bool = True
     from_output: bool = False
     from_history: bool = False
+    pool: str | None = None
 
 
 class LookaheadDrafter(Drafter):
@@ -43,6 +47,9 @@ class LookaheadDrafter(Drafter):
     The n-grams begin with the last committed token. They are deterministic nodes, so the output distribution is the
     target's. The window's guesses are argmaxes at any temperature and scratch nodes of the forward, never committed.
     Every forward completes one n-gram per column for the pool.
+
+    Raises:
+        ValueError: ``pool`` is no pool of this target's vocabulary.
     """
 
     name = "lookahead"
@@ -53,7 +60,8 @@ class LookaheadDrafter(Drafter):
         super().__init__(target, options)
         self.guesses, self.remembers = options.guesses, options.from_history
         self.from_prompt, self.from_output = options.from_prompt, options.from_output
-        self.pool = PhrasePool(tail=options.ngram - 1, per_token=2 * options.guesses)
+        self._first_pool = first_pool(options.pool, target, tail=options.ngram - 1, per_token=2 * options.guesses)
+        self.pool = self._first_pool.copy()
         self.window = PhraseWindow(options.window, options.ngram - 1)
         self.max_draft = self.guesses * self.pool.tail + self.window.most_tokens
         self._read = 0  # start of the first n-gram of the text that is not in the pool
@@ -63,7 +71,7 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.remembers:
-            self.pool.clear()
+            self.pool = self._first_pool.copy()
         self.window.start(state.tokens[0])
         self._read = 0 if self.from_prompt else len(state.tokens[0]) - 1
         self._read_text(state)
@@ -101,6 +109,10 @@ class LookaheadDrafter(Drafter):
     def rewind(self, state: DecodeState, length: int) -> None:
         # Pool and window hold only guesses and can stay. N-grams that extended beyond ``length`` are read again.
         self._read = min(self._read, max(length - self.pool.tail, 0))
+
+    def save_pool(self, path: str | Path) -> None:
+        """Write the pool to a file for the option ``pool``; raises OSError if it cannot be written."""
+        save_pool(path, self.pool, self.target)
 
     def _read_text(self, state: DecodeState) -> None:
         """Add the text's n-grams that have not been read."""

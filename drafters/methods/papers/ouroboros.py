@@ -4,13 +4,15 @@ The draft model drafts whole phrases from a pool (3.1), further phrases are appe
 learns from verification (3.3) and from earlier prompts (3.4).
 """
 
+from pathlib import Path
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
+from drafters.drafting.phrase_pool import PhraseWindow, first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
@@ -32,6 +34,7 @@ class OuroborosOptions(DraftModelOptions):
     ``lengthen``: append phrases that begin with the last draft token (3.2).
     ``from_verification``: tokens that the target agrees with or corrects become phrases (3.3).
     ``from_history``: keep the pool from prompt to prompt (3.4).
+    ``pool``: file of a saved pool that the first prompt begins with, or every prompt without ``from_history``.
 
     The defaults suit small models on a CPU, where every token costs time. For billions of parameters on a GPU, Table 10
     recommends gamma 7 to 14 for code and 2 to 6 elsewhere, window 15 to 20, beta 5 to 7, and k 3.
@@ -46,6 +49,7 @@ class OuroborosOptions(DraftModelOptions):
     lengthen: bool = True
     from_verification: bool = True
     from_history: bool = True
+    pool: str | None = None
 
 
 class OuroborosDrafter(DraftModelDrafter):
@@ -55,7 +59,7 @@ class OuroborosDrafter(DraftModelDrafter):
     deterministic nodes. So it is lossless.
 
     Raises:
-        ValueError: the draft model belongs to another tokenizer than the target's.
+        ValueError: the draft model, or ``pool``, belongs to another tokenizer than the target's.
     """
 
     name = "ouroboros"
@@ -68,7 +72,8 @@ class OuroborosDrafter(DraftModelDrafter):
         self.from_verification, self.remembers = options.from_verification, options.from_history
         # The last forward of the draft model, after gamma - 1 tokens, adds at most a phrase and one token.
         self.max_draft = self.gamma - 1 + self.beta + self.k * (self.beta - 1)
-        self.pool = PhrasePool(self.beta - 1, 2 * max(self.k, self.guesses))
+        self._first_pool = first_pool(options.pool, target, self.beta - 1, 2 * max(self.k, self.guesses))
+        self.pool = self._first_pool.copy()
         self.window = PhraseWindow(options.window, self.beta - 1)
         self.more_rows = self.guesses * (self.beta - 1) + self.window.most_tokens
         self._drafted: list[int] = []  # the chain
@@ -78,7 +83,7 @@ class OuroborosDrafter(DraftModelDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.remembers:
-            self.pool.clear()
+            self.pool = self._first_pool.copy()
         self.window.start(state.tokens[0])
         super().begin(state, output)
 
@@ -123,6 +128,10 @@ class OuroborosDrafter(DraftModelDrafter):
             self._learn_agreements(len(accepted), choice, state)
         else:
             self._learn_corrections(accepted[len(self._drafted) :], choice, state)
+
+    def save_pool(self, path: str | Path) -> None:
+        """Write the pool to a file for the option ``pool``; raises OSError if it cannot be written."""
+        save_pool(path, self.pool, self.target)
 
     def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[Tensor]) -> list[int]:
         """One forward of the draft model: return 1 to ``min(beta, longest)`` new draft tokens, each a sample of its q.
