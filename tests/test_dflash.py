@@ -342,7 +342,7 @@ def test_the_layout_is_always_written(layout: str) -> None:
     [
         ({"taps": [1, 9]}, "taps are .* 9 is no state of it; give numbers from 0"),
         ({"draft_vocab_size": VOCAB_SIZE + 1}, "vocabulary has 97 tokens; give at most that"),
-        ({"depth": 5}, "depth is 5, and a block of 5 rows with layout fill-in predicts 4 tokens"),
+        ({"depth": 5}, "depth is 5, and the head predicts 4 tokens at once; use 4 or less"),
         ({"tree": "tree", "truncate": True}, "truncate cuts chains, and tree is tree"),
         ({"layout": "anchor_first"}, "layout: Input should be 'fill-in' or 'anchor-first'"),
     ],

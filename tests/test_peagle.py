@@ -171,7 +171,7 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     changed = {name for name, value in drafter.module.state_dict().items() if not torch.equal(value, before[name])}
     assert {"mask_hidden", "fc.weight", "lm_head.weight"} <= changed
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
-    with pytest.raises(ValueError, match="depth is 4, and the head was trained to predict 3; use 3 or less"):
+    with pytest.raises(ValueError, match="depth is 4, and the head predicts 3 tokens at once; use 3 or less"):
         load_drafter(settings["out"], target, depth=4)
 
 

@@ -53,9 +53,11 @@ class SlotOptions(CandidateOptions):
     top_k: DraftSize = Field(default=8, ge=1)
     draft_dtype: Literal["int8"] | None = None
 
-    def shaper(self, depth: int, choices: int) -> Shaper:
-        """The shaper of drafts of at most ``depth`` tokens a path, from slots of ``choices`` tokens."""
-        top_k = min(self.top_k, choices)
+    def shaper(self, slots: int, choices: int) -> Shaper:
+        """The shaper of drafts from ``slots`` of ``choices`` tokens each; raises ValueError for a larger ``depth``."""
+        depth, top_k = self.depth or slots, min(self.top_k, choices)
+        if depth > slots:
+            raise ValueError(f"depth is {depth}, and the head predicts {slots} tokens at once; use {slots} or less")
         if self.tree == "auto":
             return by_costs(self.nodes, depth, min(top_k, len(PRIOR)))
         return Shaper(depth, self.nodes, top_k, grows=True) if self.tree == "tree" else Shaper(depth, depth)
@@ -208,22 +210,16 @@ def shaped(options: BlockOptions, head: BlockHead) -> Shaper:
         ValueError: ``depth`` exceeds the block, or there is not one confidence temperature for each position.
     """
     shape: BlockShape = head.module.shape
-    depth = options.depth or shape.slots
-    if depth > shape.slots:
-        raise ValueError(
-            f"depth is {depth}, and a block of {shape.rows} rows with layout {shape.layout} predicts "
-            f"{shape.slots} tokens; use {shape.slots} or less"
-        )
     temperatures = options.confidence_temperatures
     if temperatures is not None and len(temperatures) != shape.slots:
         raise ValueError(
             f"confidence_temperatures has {len(temperatures)} values, and a block predicts {shape.slots} tokens; give "
             "one for each, or null"
         )
-    shaper = options.shaper(depth, head.choices)
+    shaper = options.shaper(shape.slots, head.choices)
     if options.truncate:
         trained = isinstance(shape, DSparkShape) and shape.confidence_head
-        shaper.policy = Truncation(depth, trained, temperatures)
+        shaper.policy = Truncation(shaper.depth, trained, temperatures)
     return shaper
 
 

@@ -65,6 +65,4 @@ class PEagleDrafter(LearnedDrafter):
     def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
         super().__init__(target, module, options)
         head = ParallelFeatures(target, self.module, options)  # type: ignore[arg-type]
-        if head.depth > (most := head.module.shape.depths):
-            raise ValueError(f"depth is {head.depth}, and the head was trained to predict {most}; use {most} or less")
-        self.hold(head, options.shaper(head.depth, head.lm_head.width), head.depth - 1)
+        self.hold(head, options.shaper(head.module.shape.slots, head.lm_head.width), head.depth - 1)
