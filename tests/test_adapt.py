@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +75,7 @@ def test_from_a_log_to_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         edit(out / "configs/lossless.yaml", texts=16, begun=2, greedy_tokens=4, rounded=None)
         script = (out / "run.sh").read_text().replace("--new-tokens 128", "--new-tokens 12")
         (out / "run.sh").write_text(script)
-        whole = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 300
-        while not (out / "eagle/state/latest").exists():
-            assert whole.poll() is None and time.monotonic() < deadline, pythons.said()
-            time.sleep(0.001)
-        os.killpg(whole.pid, signal.SIGKILL)
-        assert pythons.process is not None
-        pythons.process.kill()
-        whole.wait()
+        pythons.kill_at(out / "eagle/state/latest", line)
 
     monkeypatch.setattr(os, "execvp", killed)
     train.adapt.main(given)

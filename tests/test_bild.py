@@ -26,18 +26,19 @@ TestNear = conformance.suite(
 )
 
 
-def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, seed: int = 0) -> list[int]:
-    """Committed tokens for the draft 0, 1, 2, ...; the target gives token i probability p_i after those before.
-
-    It gives token 30 + i the rest of its mass after i draft tokens.
-    """
-    n = len(p)
-    after = torch.zeros(1, n + 1, 60)
+def logits_after(p: list[float]) -> torch.Tensor:
+    """``[1, n + 1, 60]`` after the draft 0, 1, 2, ...: token i has p_i, and 30 + i the rest of the mass."""
+    after = torch.zeros(1, len(p) + 1, 60)
     for i, known in enumerate([*p, 0.0]):
         after[0, i, i], after[0, i, 30 + i] = known, 1 - known
-    draft = DraftTree.chain(torch.arange(n)[None])
+    return after.log()
+
+
+def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, seed: int = 0) -> list[int]:
+    """Committed tokens for the draft 0, 1, 2, ..., which the target gives ``logits_after(p)``."""
+    draft = DraftTree.chain(torch.arange(len(p))[None])
     generator = torch.Generator().manual_seed(seed)
-    found = Rollback(rollback)(draft, after.log(), draft.ancestors(), sampling or Sampling(), generator)
+    found = Rollback(rollback)(draft, logits_after(p), draft.ancestors(), sampling or Sampling(), generator)
     assert found.rows[0] == list(range(len(found.tokens[0])))
     return found.tokens[0]
 

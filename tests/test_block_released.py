@@ -11,6 +11,7 @@ from rigged import BLOCK
 from safetensors.torch import load_file
 from test_block_layouts import FIRST, FORMS, same, save_head
 from test_eagle3_layouts import LAYERS, rewrite, save_target, written
+from test_eagle3_released import changed
 from torch import Tensor
 
 import drafters.convert
@@ -225,11 +226,7 @@ def served(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_contradictions_are_refused(case: str, served: Path, target: TargetModel, tmp_path: Path) -> None:
     """Catches a folder that is imported or served in the wrong one of its readings: acceptance falls, nothing fails."""
     change, message = (WRONG | WRONG_DSPARK)[case]
-    config, weights = written(served / ("dspark" if case in WRONG_DSPARK else "dflash"))
-    change(config, weights)
-    folder = tmp_path / "changed"
-    folder.mkdir()
-    rewrite(folder, config, weights)
+    folder = changed(served / ("dspark" if case in WRONG_DSPARK else "dflash"), change, tmp_path)
     with pytest.raises(ValueError, match=message):
         check(folder, None, target.name)
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from block_reference import block_states, markov_bias, selector_scores
 from by_keys import new_head
 from conformance import NO_EOS, check_children, each_draft, path_of, plain_greedy, prompt, rows_of, target_of
 from rigged import BLOCK, SELECTOR, Cycling, block_costs, block_drafter, dflash, dspark
+from test_eagle3 import check_stored
 from tiny import HIDDEN_SIZE, VOCAB_SIZE
 from torch import Tensor
 
@@ -322,9 +323,7 @@ def test_a_checkpoint_drafts_the_same(case: str, tmp_path: Any) -> None:
     again: Any = load_drafter(tmp_path, target)
     assert again.name == CASES[case][0] and again.taps == (1, 2, 3) and again.shaper.depth == 3
     assert again.settings == drafter.settings and again.lm_head.width == drafter.lm_head.width
-    for name, weights in drafter.module.state_dict().items():
-        stored = weights.bfloat16().to(weights) if weights.is_floating_point() else weights
-        assert torch.equal(stored, again.module.state_dict()[name]), name
+    check_stored(drafter, again)
 
 
 @pytest.mark.parametrize("layout", ["fill-in", "anchor-first"])

@@ -182,6 +182,10 @@ def test_a_checkpoint_drafts_the_same(tmp_path: Any) -> None:
     drafter.save_pretrained(tmp_path / "head")
     again: Any = load_drafter(tmp_path / "head", target)
     assert again.name == "eagle3" and again.taps == (1, 2, 3) and again.lm_head.width == 60
+    check_stored(drafter, again)
+
+
+def check_stored(drafter: Any, again: Any) -> None:
     for name, weights in drafter.module.state_dict().items():
         stored = weights.bfloat16().to(weights) if weights.is_floating_point() else weights
         assert torch.equal(stored, again.module.state_dict()[name]), name

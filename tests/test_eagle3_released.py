@@ -197,15 +197,21 @@ def served(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder / "vllm"
 
 
-@pytest.mark.parametrize("case", [*WRONG, *SERVED_WRONG, *DOUBTFUL])
-def test_contradictions_are_refused(case: str, served: Path, target: TargetModel, tmp_path: Path) -> None:
-    """Catches a folder that is imported or served in the wrong one of its readings: acceptance falls, nothing fails."""
-    change, message = (WRONG | SERVED_WRONG | DOUBTFUL)[case]
+def changed(served: Path, change: Change, tmp_path: Path) -> Path:
+    """A copy of an exported head with ``change``."""
     config, weights = written(served)
     change(config, weights)
     folder = tmp_path / "changed"
     folder.mkdir()
     rewrite(folder, config, weights)
+    return folder
+
+
+@pytest.mark.parametrize("case", [*WRONG, *SERVED_WRONG, *DOUBTFUL])
+def test_contradictions_are_refused(case: str, served: Path, target: TargetModel, tmp_path: Path) -> None:
+    """Catches a folder that is imported or served in the wrong one of its readings: acceptance falls, nothing fails."""
+    change, message = (WRONG | SERVED_WRONG | DOUBTFUL)[case]
+    folder = changed(served, change, tmp_path)
     with pytest.raises(ValueError, match=message):
         check(folder, None, target.name)
     if case in WRONG:

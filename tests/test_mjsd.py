@@ -6,6 +6,7 @@ import conformance
 import pytest
 import torch
 from rigged import perturbed
+from test_bild import logits_after
 
 from drafters import Sampling, TargetModel, generate
 from drafters.loop.state import DecodeState
@@ -38,17 +39,10 @@ def verdict(
     sampling: Sampling | None = None,
     warped: bool = False,
 ) -> list[int]:
-    """Committed tokens for the draft 0, 1, 2, ... of probabilities p and q, each given those before.
-
-    The target gives the rest of its mass after i draft tokens to token 30 + i.
-    """
-    n = len(p)
-    after = torch.zeros(1, n + 1, 60)
-    for i, known in enumerate([*p, 0.0]):
-        after[0, i, i], after[0, i, 30 + i] = known, 1 - known
-    draft = DraftTree.chain(torch.arange(n)[None], valid=None if valid is None else torch.tensor([valid]))
+    """Committed tokens for the draft 0, 1, 2, ... of probabilities q, which the target gives ``logits_after(p)``."""
+    draft = DraftTree.chain(torch.arange(len(p))[None], valid=None if valid is None else torch.tensor([valid]))
     draft.extra.log_q = torch.tensor([q]).log()
-    found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling(), None)
+    found = JointLikelihood(threshold, warped)(draft, logits_after(p), draft.ancestors(), sampling or Sampling(), None)
     assert found.rows[0] == list(range(len(found.tokens[0])))
     return found.tokens[0]
 

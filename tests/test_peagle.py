@@ -6,7 +6,6 @@ from unittest import mock
 
 import conformance
 import pytest
-import tiny
 import tiny_run
 import torch
 from conformance import NO_EOS, check_children, each_draft, prompt, target_of
@@ -26,10 +25,7 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from eval.measure.mistakes import declared
 from train.core.task import make_task
-from train.core.weights import draft_with
-from train.data.packing import collate
 from train.run.files import read_metrics
-from train.run.inputs import open_inputs
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -109,11 +105,8 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 def test_the_loss_of_all_depths(settings: dict[str, Any]) -> None:
     """Catches a depth that sees another draft's mask tokens, a label one token off, a position that COD sampling left
     out, and weights that do not make up for it."""
-    config = tiny_run.read("peagle", settings | {"draft_vocab": 60})
-    inputs = open_inputs(config)
-    task: Any = make_task(config, inputs.ends)
-    draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[:60].int())
-    batch = task.choose(collate(inputs.train, [1, 3], task.config.taps))
+    task, batch = tiny_run.task_of("peagle", settings | {"draft_vocab": 60}, 1, 3)
+    config, batch = task.config, task.choose(batch)
     sampled = task.sampled(batch, 5)
     assert sampled[0].eq(1).all() and 0 < int(sampled[2].gt(0).sum()) < sampled.shape[1]
     loss = task.losses(task.pairs(task.module, batch, seed=5))["loss"]
@@ -149,8 +142,7 @@ def test_the_loss_of_all_depths(settings: dict[str, Any]) -> None:
 
 def test_cod_sampling_is_nested(settings: dict[str, Any]) -> None:
     """Catches a depth that is trained where the one before it is not, and shares other than max(ratio^d, least)."""
-    config = tiny_run.read("peagle", settings | {"down_sample_ratio": 0.5, "down_sample_ratio_min": 0.3})
-    task: Any = make_task(config, open_inputs(config).ends)
+    task, _ = tiny_run.task_of("peagle", settings | {"down_sample_ratio": 0.5, "down_sample_ratio_min": 0.3}, 0)
     batch: Any = mock.Mock(input_ids=torch.zeros(1, 40_000), rows=torch.arange(10, 39_990))
     trained = task.sampled(batch, 1).gt(0)
     for depth, share in enumerate((1.0, 0.5, 0.3)):

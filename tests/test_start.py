@@ -73,6 +73,18 @@ class Pythons:
                 if Path(reply).exists() and status >= 0:
                     Path(reply).write_text(f"{status}\n")
 
+    def kill_at(self, file: Path, line: list[str]) -> None:
+        """Run ``line`` until ``file`` exists, and kill all that it has started."""
+        whole = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not file.exists():
+            assert whole.poll() is None and time.monotonic() < deadline, self.said()
+            time.sleep(0.001)
+        os.killpg(whole.pid, signal.SIGKILL)
+        assert self.process is not None
+        self.process.kill()
+        whole.wait()
+
     def said(self) -> str:
         """What the latest one wrote."""
         return (self.folder / f"{len(self.asked)}.log").read_text()[-3000:]
@@ -102,16 +114,7 @@ def test_from_a_model_and_dialogues_to_a_card(
     speed["prompts"]["count"] = 1
     edit(out / "configs/speed.yaml", prompts=speed["prompts"], max_new_tokens=4, drafters=speed["drafters"][:-1])
 
-    whole = subprocess.Popen(["bash", str(out / "run.sh")], start_new_session=True, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not (out / "eagle/state/latest").exists():
-        assert whole.poll() is None, pythons.said()
-        assert time.monotonic() < deadline, pythons.said()
-        time.sleep(0.001)
-    os.killpg(whole.pid, signal.SIGKILL)
-    assert pythons.process is not None
-    pythons.process.kill()
-    whole.wait()
+    pythons.kill_at(out / "eagle/state/latest", ["bash", str(out / "run.sh")])
     before = len(pythons.asked)
 
     ran: list[int] = []

@@ -20,13 +20,9 @@ from drafters import TargetModel
 from drafters.model.rows import EVERYTHING, Scope
 from train.core import attention
 from train.core.attention import Blocks, block_attention
-from train.core.task import make_task
-from train.core.weights import draft_with
-from train.data.packing import collate
 from train.dflash import runs
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
-from train.run.inputs import open_inputs
 from train.watch.flops import training_cost
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -39,13 +35,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 
 
 def made(settings: dict[str, Any], *dialogues: int, **more: Any) -> tuple[Any, Any]:
-    """A task, and the batch of some training dialogues."""
-    config = tiny_run.read("dflash", settings | more)
-    inputs = open_inputs(config)
-    task: Any = make_task(config, inputs.ends)
-    if config.draft_vocab:
-        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
-    return task, collate(inputs.train, list(dialogues), task.config.taps)
+    return tiny_run.task_of("dflash", settings | more, *dialogues)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -167,16 +157,21 @@ def test_the_loss_is_the_one_of_the_papers(settings: dict[str, Any], more: dict[
     a gradient through weights, a lost gradient of the LM head."""
     task, batch = made(settings, 1, 3, anchors=5, **more)
     batch = task.choose(batch, seed=0)
+    check_loss(task, batch, lambda logits, previous, states: logits, atol=2e-5)
+
+
+def check_loss(task: Any, batch: Any, corrected: Any, more: Any = None, atol: float = 5e-5) -> None:
+    """Loss and gradients are those of ``reference``."""
     found = task.losses(task.pairs(task.module, batch, seed=0))["loss"]
     found.backward()
     parameters = dict(task.module.named_parameters())
     gradients = {name: weights.grad.clone() for name, weights in parameters.items()}
     task.module.zero_grad()
-    expected = reference(task, batch, lambda logits, previous, states: logits)
+    expected = reference(task, batch, corrected, more)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     expected.backward()
     for name, weights in parameters.items():
-        torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=atol, msg=name)
 
 
 def reference(task: Any, batch: Any, corrected: Any, more: Any = None) -> Tensor:

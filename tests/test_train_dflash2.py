@@ -14,12 +14,9 @@ from torch import Tensor
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint
-from train.core.task import make_task
 from train.core.weights import init_from
-from train.data.packing import collate
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
-from train.run.inputs import open_inputs
 
 SELECTOR = {"selector_rank": 8, "selector_top_k": 6, "conv_group_size": 8}
 ALL = "candidate_selector."
@@ -28,12 +25,6 @@ ALL = "candidate_selector."
 @pytest.fixture
 def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
     return tiny_run.settings(target.name, features, tmp_path / "run", tap_layers=[tiny_run.TAP], **BLOCK, **SELECTOR)
-
-
-def task_of(values: dict[str, Any]) -> tuple[Any, Any]:
-    config: Any = tiny_run.read("dflash2", values)
-    inputs = open_inputs(config)
-    return make_task(config, inputs.ends), inputs
 
 
 def dflash_of(settings: dict[str, Any], tmp_path: Path, steps: int = 5) -> dict[str, Any]:
@@ -56,14 +47,15 @@ def test_the_loss_is_the_one_described(settings: dict[str, Any], more: dict[str,
     """Catches a token before that is off by one, a missing truth that is not put among the candidates, unary scores
     without a gradient, convolutions across blocks, weights of other slots."""
     frozen = more.get("trains") == "selector"
-    task, inputs = task_of((dflash_of(settings, tmp_path) if frozen else settings) | more)
+    values = (dflash_of(settings, tmp_path) if frozen else settings) | more
+    task, batch = tiny_run.task_of("dflash2", values, 1, 3)
     config, parameters = task.config, dict(task.module.named_parameters())
     generator = torch.Generator().manual_seed(0)
     for name, weights in parameters.items():
         if name.startswith(ALL) or "_conv." in name:
             std = 0.5 if name.startswith(ALL) else 0.2 if weights.dim() == 3 else 0.02
             weights.data += std * torch.randn(weights.shape, generator=generator)
-    batch = task.choose(collate(inputs.train, [1, 3], task.config.taps), seed=0)
+    batch = task.choose(batch, seed=0)
     found = task.losses(task.pairs(task.module, batch, seed=0))["loss"]
     found.backward()
     gradients = {name: weights.grad for name, weights in parameters.items()}
@@ -104,19 +96,15 @@ def test_the_loss_is_the_one_described(settings: dict[str, Any], more: dict[str,
 def test_a_dflash_head_is_a_dflash2_head(settings: dict[str, Any], tmp_path: Path) -> None:
     """Catches convolutions that do not begin as the identity, and weights of the DFlash head that are not taken."""
     values = dflash_of(settings, tmp_path)
-    task, inputs = task_of(values)
-    init_from(task, task.config.init_from)
-    plain: Any = {key: value for key, value in settings.items() if key not in SELECTOR} | {
-        "init_from": values["init_from"]
-    }
-    config: Any = tiny_run.read("dflash", plain)
-    before = make_task(config, inputs.ends)
-    init_from(before, config.init_from)
-    batch = collate(inputs.train, [1, 3], task.config.taps)
+    task, batch = tiny_run.task_of("dflash2", values, 1, 3)
+    plain = {key: value for key, value in values.items() if key not in SELECTOR}
+    before, _ = tiny_run.task_of("dflash", plain, 1)
+    for one in (task, before):
+        init_from(one, values["init_from"])
     ours, theirs = (one.states(one.module, one.choose(batch, 0)) for one in (task, before))
     torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="set head.mask_token_id=2, or another init_from"):
-        other, _ = task_of(values | {"mask_token_id": 3})
+        other, _ = tiny_run.task_of("dflash2", values | {"mask_token_id": 3}, 0)
         init_from(other, values["init_from"])
     with pytest.raises(ValueError, match="of type 'dflash', and this trains 'dspark'; name one of type 'dspark'"):
         more = {key: value for key, value in values.items() if key not in SELECTOR} | {"layout": "fill-in"}
@@ -159,10 +147,10 @@ def test_tau_rises(settings: dict[str, Any], target: TargetModel, tmp_path: Path
 
 def test_heldout_figures_are_of_the_selector(settings: dict[str, Any]) -> None:
     """Catches an acceptance of the scores before the selector, or with the truth among the candidates."""
-    task, inputs = task_of(settings)
+    task, batch = tiny_run.task_of("dflash2", settings, 1, 3)
     for weights in task.module.candidate_selector.parameters():
         weights.data.normal_(std=0.5)
-    batch = task.choose(collate(inputs.train, [1, 3], task.config.taps))
+    batch = task.choose(batch)
     pairs = task.pairs(task.module, batch)
     (overlap,), (agree,) = task.heads.compare(pairs)
     parameters = dict(task.module.named_parameters())
@@ -209,4 +197,4 @@ def test_another_targets_sizes_are_refused(settings: dict[str, Any], change: dic
     """Catches a head that is built all the same, and fails in its first step."""
     assert tiny.HIDDEN_SIZE == 48 and tiny.VOCAB_SIZE == 97
     with pytest.raises(ValueError, match=told):
-        task_of(settings | change)
+        tiny_run.task_of("dflash2", settings | change)

@@ -4,23 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import tiny_run
 import torch
 import torch.nn.functional as F
 from block_reference import markov_bias
-from test_train_dflash import BLOCK, own_text, reference
+from test_train_dflash import BLOCK, check_loss, own_text
 from torch import Tensor
 
 from drafters import TargetModel
 from train.core import losses
 from train.core.losses import Pairs, TextTokens, divergence_sum
-from train.core.task import make_task
-from train.core.weights import draft_with
-from train.data.packing import collate
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
-from train.run.inputs import open_inputs
 
 
 @pytest.fixture
@@ -77,19 +72,10 @@ KINDS = [
 def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[str, Any]) -> None:
     """Catches a previous token that is off by one, a memory that outlives its block, a confidence label with a gradient
     or of uncorrected logits, an L1 norm that counts half."""
-    config: Any = tiny_run.read("dspark", settings | more)
-    inputs = open_inputs(config)
-    task: Any = make_task(config, inputs.ends)
-    if config.draft_vocab:
-        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
+    task, batch = tiny_run.task_of("dspark", settings | more, 1, 3)
+    config, parameters = task.config, dict(task.module.named_parameters())
     for weights in task.module.markov_head.parameters():
         weights.data.normal_(std=0.3)
-    batch = task.choose(collate(inputs.train, [1, 3], task.config.taps), seed=0)
-    found = task.losses(task.pairs(task.module, batch, seed=0))["loss"]
-    found.backward()
-    parameters = dict(task.module.named_parameters())
-    gradients = {name: weights.grad.clone() for name, weights in parameters.items()}
-    task.module.zero_grad()
 
     def corrected(logits: Tensor, previous: Tensor, states: Tensor) -> Tensor:
         known = previous.tolist()
@@ -102,11 +88,8 @@ def test_the_loss_is_the_one_of_the_paper(settings: dict[str, Any], more: dict[s
         estimate = (inputs @ weight[0] + bias).sigmoid()
         return config.confidence_weight * F.binary_cross_entropy(estimate, overlap, reduction="none")
 
-    expected = reference(task, batch, corrected, of_confidence if config.head.confidence_head else None)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    expected.backward()
-    for name, weights in parameters.items():
-        torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=5e-5, msg=name)
+    of_confidence_head = of_confidence if config.head.confidence_head else None
+    check_loss(task, task.choose(batch, seed=0), corrected, of_confidence_head)
 
 
 def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel) -> None:

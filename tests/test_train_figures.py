@@ -23,7 +23,6 @@ from train.core.task import make_task
 from train.core.weights import draft_with
 from train.data.packing import Position, collate
 from train.run.files import read_metrics
-from train.run.inputs import open_inputs
 from train.run.limits import Limits, Progress
 from train.watch.heldout import own_answers
 
@@ -39,12 +38,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def task_of(kind: str, settings: dict[str, Any], *dialogues: int, **changes: Any) -> tuple[Any, Any]:
     """A task of the tiny target, and the batch of some training dialogues with their trained positions."""
-    config = tiny_run.read(kind, settings | METHODS[kind] | changes)
-    inputs = open_inputs(config)
-    task: Any = make_task(config, inputs.ends)
-    if config.draft_vocab:
-        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
-    return task, task.choose(collate(inputs.train, list(dialogues), task.config.taps))
+    task, batch = tiny_run.task_of(kind, settings | METHODS[kind] | changes, *dialogues)
+    return task, task.choose(batch)
 
 
 # ------------------------------------------------------------------------------------------- held-out figures

@@ -29,7 +29,8 @@ from train.core import engine
 from train.core.config import TrainConfig
 from train.core.runtime import free_port
 from train.core.task import Task, make_task
-from train.data.packing import Batch
+from train.core.weights import draft_with
+from train.data.packing import Batch, collate
 from train.preflight import command as command_line
 from train.run import picture
 from train.run.files import check_run_folder, read_metrics
@@ -262,6 +263,16 @@ def main(kind: str, argv: list[str]) -> int:
 def read(kind: str, values: dict[str, Any]) -> TrainConfig:
     """The config of a run of train/<kind>.py."""
     return validate(schema_of(kind), values, source="test")
+
+
+def task_of(kind: str, values: dict[str, Any], *dialogues: int) -> tuple[Any, Any]:
+    """An untrained task with draft tokens at random, and the batch of some training dialogues."""
+    config = read(kind, values)
+    inputs = open_inputs(config)
+    task: Any = make_task(config, inputs.ends)
+    if config.draft_vocab:
+        draft_with(task, torch.randperm(tiny.VOCAB_SIZE)[: config.draft_vocab].int())
+    return task, collate(inputs.train, list(dialogues), task.config.taps)
 
 
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
