@@ -198,6 +198,9 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
             "is -1.0; give 0",
         ),
     ],
+    "train.tools.curve": [
+        (["./none"], "there is no folder none; give the `out`"),
+    ],
     "train.tools.candidates": [
         (["--checkpoint", "none", "--features", "features"], "none holds no config.json"),
         (["--checkpoint", "checkpoints/stdlib-eagle", "--features", "features", "--recall", "2"], "recall"),
