@@ -97,12 +97,12 @@ class DSparkTask(DFlashTask):
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         head: Any = self.module
-        previous = self.tokens_before_slots(batch)
-        latents = head.markov_head(previous, states).flatten(0, 1)
+        embeddings = head.markov_head.markov_w1(self.tokens_before_slots(batch))
+        latents = head.markov_head.latents(embeddings, states).flatten(0, 1)
         fields = {"latents": latents[batch.places][None]}
         if self.config.head.confidence_head:
-            chosen = states.flatten(0, 1)[batch.places], previous.flatten()[batch.places]
-            fields["confidence"] = head.confidence(*chosen)
+            chosen = (part.flatten(0, 1)[batch.places] for part in (states, embeddings))
+            fields["confidence"] = head.confidence_head(*chosen)
         return fields
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:

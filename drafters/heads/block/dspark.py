@@ -33,20 +33,29 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def forward(self, previous: Tensor, states: Tensor) -> Tensor:
-        """What W2 reads in all slots of blocks, ``[..., K, r]``: training applies ``markov_w2`` to parts of it.
+        """What W2 reads in all slots of blocks, ``[..., K, r]``.
 
         Args:
             previous: ``[..., K]``, the token before each slot's. states: ``[..., K, H]``.
         """
+        return self.latents(self.markov_w1(previous), states)
+
+    def latents(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """As ``forward``, for W1's rows ``[..., K, r]`` of these tokens: each lookup of its own has a gradient as large
+        as W1."""
+        if self.kind == "vanilla":
+            return embeddings
         memory, found = self.no_memory(states[..., 0, :]), []
         for slot in range(states.shape[-2]):
-            latent, memory = self.step(previous[..., slot], states[..., slot, :], memory)
+            latent, memory = self._step(embeddings[..., slot, :], states[..., slot, :], memory)
             found.append(latent)
         return torch.stack(found, dim=-2)
 
     def step(self, previous: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """One slot: tokens ``[...]``, states ``[..., H]``, memory ``[..., r]`` -> what W2 reads, and the new memory."""
-        embedding = self.markov_w1(previous)
+        return self._step(self.markov_w1(previous), states, memory)
+
+    def _step(self, embedding: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind == "vanilla":
             return embedding, memory
         if self.kind == "gated":
