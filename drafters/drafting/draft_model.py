@@ -58,7 +58,9 @@ class DraftModelDrafter(Drafter):
 
     def _prefill(self, state: DecodeState) -> KVCache:
         cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
+        cache.rewinds = True
         prompts = [row[:-1] for row in state.tokens]
+        cache.expect([len(prompt) for prompt in prompts])
         self.draft_model.run(padded(prompts, self.draft_model.device), cache)
         cache.commit_first([len(prompt) for prompt in prompts])
         return cache

@@ -242,6 +242,7 @@ def start(state: DecodeState, drafter: "Drafter") -> None:
 
 def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:
     """Run the prompts and sample each sequence's first token."""
+    state.cache.expect(state.prompt_lengths)
     output = state.target.run(padded(state.tokens, state.target.device), state.cache, taps=taps)
     state.cache.commit_first(state.prompt_lengths)
     logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))

@@ -224,15 +224,21 @@ def _over_a_tree(target: "TargetModel", texts: Tensor) -> list[Tensor]:
 
     Both texts ``[2, ROWS]`` are one batch, with prompts of unequal lengths.
     """
-    cache, lengths = target.new_cache(2, ROWS + 1), [PROMPT, PROMPT - SHORTER]
+    cache, lengths = target.new_cache(2, ROWS + 2), [PROMPT, PROMPT - SHORTER]
+    cache.expect(lengths)
     prompts = target.run(texts[:, :PROMPT], cache).features
     cache.commit_first(lengths)
     rest = torch.stack([text[n : n + ROWS - PROMPT] for text, n in zip(texts, lengths, strict=True)])
     root = target.run(rest[:, :1], cache).features
     cache.commit_first([1, 1])
     tree = torch.cat([rest[:, 1:2], texts[:, 1:2], rest[:, 2:]], dim=1)
-    last = target.run(tree, cache, _bystander(tree.shape[1], target.device)).features
-    features = torch.cat([root, last[:, :1], last[:, 2:]], dim=1)  # [2, ROWS - PROMPT, H]
+    if target.chains_only:  # a chain whose second token is rejected
+        first = target.run(tree[:, :3], cache).features[:, :1]
+        cache.commit_first([1, 1])
+        features = torch.cat([root, first, target.run(rest[:, 2:], cache).features], dim=1)
+    else:
+        last = target.run(tree, cache, _bystander(tree.shape[1], target.device)).features
+        features = torch.cat([root, last[:, :1], last[:, 2:]], dim=1)  # [2, ROWS - PROMPT, H]
     return [torch.cat([prompts[row, :n], features[row]]) for row, n in enumerate(lengths)]
 
 

@@ -141,9 +141,11 @@ class Runner:
     Attributes:
         rewrites: True if it runs a target's layers one by one, rewritten; else it runs the model's own forward.
         norm, linear: functions that make the engine's own of a norm, a linear layer.
+        mixers: numbers of the target's layers with a running state.
     """
 
     engine: Engine = "fused"
+    mixers: Sequence[int] = ()
     rewrites: ClassVar[bool] = True
     norm: Callable[[Any], Transform] = FusedNorm
     linear: Callable[[Any], Transform] = staticmethod(lambda linear: Product(linear.weight, linear.bias))

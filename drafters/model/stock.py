@@ -5,6 +5,7 @@ scaled embeddings, capped logits, norms in any order, sinks, latent attention an
 """
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,24 +13,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from drafters.config import Engine
 from drafters.model.cache import KVCache, Shape
 from drafters.model.rows import CHAIN, Placed, Rows, Scope
+from drafters.model.running import CHAINS_ONLY, LayerCache, Mixer, RunningCache, cache_argument, probe
 from drafters.model.runner import Runner, Taps, Transform, attention_kernels, identity, model_time
 from drafters.model.variants import StandIn, variant
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
 
-ONE_STATE = "keep one running state, from which no rejected token can be taken back"
-# Layers that cannot verify a tree, and why.
-WITHOUT_ROWS = dict.fromkeys(("linear_attention", "mamba", "conv"), ONE_STATE) | {
-    "hybrid": "keep a running state beside attention, from which no rejected token can be taken back",
-    "indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree",
-}
+# Layers that cannot verify a draft, and why.
+WITHOUT_ROWS = {"indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree"}
+
+
+RUNNING = {"linear_attention", "mamba", "conv", "hybrid"}  # layers with a running state
 
 
 def body_of(model: PreTrainedModel) -> Any:
@@ -52,15 +53,17 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     raise ValueError(f"no norm found behind the layers of a {type(model).__name__}")
 
 
-def scopes(config: PretrainedConfig) -> dict[str, Scope]:
-    """Return which earlier tokens each type of layer attends to.
+def scopes(config: PretrainedConfig) -> dict[str, Scope | None]:
+    """Return which earlier tokens each type of layer attends to; None for a type without attention.
 
     Raises:
         ValueError: a type that cannot verify a tree.
     """
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    known = {
+    known: dict[str, Scope | None] = dict.fromkeys(("linear_attention", "mamba", "conv", "moe", "mlp"))
+    known |= {
         "full_attention": Scope(),
+        "hybrid": Scope(),
         "sliding_attention": Scope(window=window),
         "chunked_attention": Scope(chunk=chunk),
     }
@@ -73,27 +76,12 @@ def scopes(config: PretrainedConfig) -> dict[str, Scope]:
     return {kind: known[kind] for kind in dict.fromkeys(types)}
 
 
-class LayerCache(Cache):
-    """A ``KVCache`` as transformers' layers see it."""
-
-    def __init__(self, cache: KVCache) -> None:
-        super().__init__(layers=[])
-        self.rows = cache
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new tokens; return all up to the last."""
-        return self.rows.update(keys, values, layer_idx)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the new ones; some models ask for it, though they are given positions."""
-        return max(self.rows.lengths, default=0)
-
-
 class StockRunner(Runner):
     """The engine "stock".
 
     Args:
-        scopes: by the type of layer, which tokens it attends to; empty for a model that can only be captured.
+        scopes: by the type of layer, which tokens it attends to, None without attention; empty for a model that can
+            only be captured.
     """
 
     engine: Engine = "stock"
@@ -101,15 +89,22 @@ class StockRunner(Runner):
     norm: Callable[[Any], Transform] = staticmethod(identity)
     linear: Callable[[Any], Transform] = staticmethod(identity)
 
-    def __init__(self, model: PreTrainedModel, scopes: dict[str, Scope]) -> None:
+    def __init__(self, model: PreTrainedModel, scopes: dict[str, Scope | None]) -> None:
         super().__init__(model)
         self.scopes, self.body = scopes, body_of(model)
         self.layers = decoder_layers(self.body)
+        self._shapes: list[Shape] = []
+        if RUNNING & scopes.keys():
+            found, self._shapes = probe(self.body, len(self.layers), model.device)
+            self.mixers = list(found)
+            self.body = variant(self.body, {id(part): Mixer(part, layer) for layer, part in found.items()})
+            self.layers = decoder_layers(self.body)
         self._vocab = len(model.get_input_embeddings().weight)
         # Near the end of the context drafts reach beyond it, with tokens that can never be accepted. A table of
         # learned positions has no entry for them.
         self._last_position = (getattr(model.config, "max_position_embeddings", None) or 1 << 30) - 1
-        self._shapes: list[Shape] = []
+        self._cache_name = cache_argument(self.body)
+        self._takes = inspect.signature(self.body.forward).parameters
         self._bodies: dict[tuple[int, int | None, tuple[int, ...]], Any] = {}  # variants of the body, as forwards need
         self._noted = _Noted()
 
@@ -149,6 +144,8 @@ class StockRunner(Runner):
         batch, count = inputs.shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
         placed = Placed(rows, lengths, count, inputs.device)
+        if self.mixers:
+            self._check_running(cache, rows)
         if cache is not None:
             cache.at(count, rows.offset)
         # A draft model may be given ids of its target that it does not have.
@@ -156,19 +153,29 @@ class StockRunner(Runner):
         named: dict[str, Any] = {"input_ids": inputs.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": inputs}
         own_mask = rows is CHAIN and not any(lengths)  # the model's own causal mask needs no memory
         if not own_mask:
-            masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in self.scopes.items()}
-            named["attention_mask"] = masks.get("", masks)  # one mask, or one for each type of layer
-        if cache is not None or not own_mask:
+            scopes = {kind: scope for kind, scope in self.scopes.items() if scope is not None}
+            masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in scopes.items()}
+            # One mask, or one for each type of layer. Of one mask, transformers passes nothing to layers with a state.
+            named["attention_mask"] = masks.get("", masks) if not self.mixers else next(iter(masks.values()), None)
+        if "position_ids" in self._takes and (cache is not None or not own_mask):
             named["position_ids"] = placed.positions().clamp_max(self._last_position)
         if cache is not None:
-            named["past_key_values"] = LayerCache(cache)
+            named[self._cache_name] = cache.for_layers() if isinstance(cache, RunningCache) else LayerCache(cache)
+        named["use_cache"] = cache is not None and not self.mixers  # MiniMax would ask for a cache of its own class
         states = self._noted.states = {start: inputs} if start else {}
         try:
             with model_time(), attention_kernels(inputs.device):
-                hidden = self._between(start, stop, taps)(**named, use_cache=cache is not None).last_hidden_state
+                hidden = self._between(start, stop, taps)(**named).last_hidden_state
         finally:
             self._noted.states = {}
         return hidden.to(inputs.device), {tap: states[tap].to(inputs.device) for tap in taps}
+
+    def _check_running(self, cache: KVCache | None, rows: Rows) -> None:
+        name = self.model.name_or_path or type(self.model).__name__
+        if rows.see is not None:
+            raise ValueError(f"{name} {CHAINS_ONLY}; draft a chain")
+        if cache is not None and not isinstance(cache, RunningCache):
+            raise ValueError(f"{name} needs a RunningCache, found a {type(cache).__name__}; use target.new_cache(...)")
 
     def _between(self, start: int, stop: int | None, taps: tuple[int, ...]) -> Any:
         """Return the body with the layers from ``start`` to ``stop`` only, which notes the states at ``taps``.

@@ -27,6 +27,7 @@ from drafters.model.loading import DeviceMap, layer_devices, load_model
 from drafters.model.quantised import quantisation, unpack
 from drafters.model.rows import CHAIN, Rows, Scope
 from drafters.model.runner import Part, PartLayer, Runner, identity, model_time
+from drafters.model.running import RunningCache
 from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change, scopes
 
 
@@ -185,6 +186,11 @@ class TargetModel:
         return self.embedding.device
 
     @property
+    def chains_only(self) -> bool:
+        """True if it verifies chains only: some layers keep a running state (``drafters/model/running.py``)."""
+        return bool(self.runner.mixers)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and hidden states."""
         return self.embedding.dtype
@@ -266,6 +272,8 @@ class TargetModel:
         """
         if layers is None:
             shapes, place = self.runner.shapes(), self._devices or self.device
+            if self.chains_only:
+                return RunningCache(self.runner.mixers, shapes, batch, capacity, self.dtype, place)
         else:
             shapes, place = config_shapes(config or self.config, layers), self.device
         return self.runner.new_cache(shapes, batch, capacity, self.dtype, place)
