@@ -65,6 +65,10 @@ class LayerState(LinearAttentionCacheLayerMixin):
         new.has_previous_state = dict(self.has_previous_state)
         return new
 
+    def fresh(self, count: int) -> "LayerState":
+        """Return a copy for a pass over ``count`` tokens; transformers changes tensors in place if there is one token."""
+        return self.map(torch.clone if count == 1 else lambda value: value)
+
     def of(self, rows: list[int] | None) -> "LayerState":
         """Return the state of some sequences; None: of all."""
         return self if rows is None else self.map(lambda value: value[rows])
@@ -153,10 +157,16 @@ class _Linear(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Stands for the module with a running state, in a variant of the body. ``layer``: its number in the cache."""
+    """Stands for the module with a running state, in a variant of the body.
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
+    Attributes:
+        layer: its number in the cache.
+        from_zero: True if its pass over several tokens begins without a state; then it runs over one after the other.
+    """
+
+    def __init__(self, module: nn.Module, layer: int, from_zero: bool) -> None:
         super().__init__()
+        self.from_zero = from_zero
         linears = [part for part in module.modules() if hasattr(part, "in_features")]
         self.inner, self.layer = (variant(module, {id(part): _Linear(part) for part in linears}),), layer
 
@@ -167,8 +177,34 @@ class Mixer(nn.Module):
         for value in (*args, *named.values()):
             if isinstance(value, LayerCache):
                 assert isinstance(value.rows, RunningCache)
-                return value.rows.run(self, value, args, named)
+                return value.rows.run(self, args, named)
         return self.inner[0](*args, **named)
+
+
+def call(
+    mixer: Mixer, state: LayerState, args: Any, named: Any, cut: Callable[[Tensor], Tensor] = lambda value: value
+) -> Any:
+    """Call a mixer with ``state`` as its layer's state, and ``cut(tensor)`` for each tensor of its arguments."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, LayerCache):
+            return LayerCache(value.rows, [state] * (mixer.layer + 1))
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
+        return cut(value) if isinstance(value, Tensor) else value
+
+    return mixer.inner[0](*map(changed, args), **{name: changed(value) for name, value in named.items()})
+
+
+def cutter(total: int, tokens: slice, batch: int = 0, rows: list[int] | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a function that takes ``tokens`` of the ``total`` ones, and ``rows`` of the batch, out of ``[B, R, ...]``."""
+
+    def cut(value: Tensor) -> Tensor:
+        if value.dim() < 2 or value.shape[1] != total:
+            return value
+        return (value if rows is None or value.shape[0] != batch else value[rows])[:, tokens]
+
+    return cut
 
 
 @dataclass
@@ -177,34 +213,23 @@ class Pass:
 
     Attributes:
         starts: tokens of each sequence before the new ones. counts: new tokens of each sequence that ``after`` has.
-        call: the mixer, its arguments, and the outputs of its linear layers; None where the pass is kept whole.
+        call: the mixer, its arguments, and the outputs of its linear layers; None where no part of it is asked for.
     """
 
     starts: list[int]
     counts: list[int]
     before: LayerState
     after: LayerState
-    call: tuple[Mixer, tuple[Any, ...], dict[str, Any], dict[int, Tensor]] | None
+    call: tuple[Mixer, Any, Any, dict[int, Tensor]] | None
 
     def again(self, count: int, rows: list[int] | None) -> LayerState:
         """Return the state of ``rows`` (None: all) after the first ``count`` new tokens, by running them again."""
         assert self.call is not None
         mixer, args, named, outputs = self.call
-        batch, total = len(self.starts), self.counts[0]
-        state = self.before.of(rows).map(torch.clone if count == 1 else lambda value: value)
-
-        def cut(value: Any) -> Any:
-            if isinstance(value, LayerCache):
-                return LayerCache(value.rows, [state] * (mixer.layer + 1))
-            if isinstance(value, tuple):
-                return tuple(map(cut, value))
-            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != total:
-                return value
-            value = value if rows is None or value.shape[0] != batch else value[rows]
-            return value[:, :count]
-
+        state = self.before.of(rows).fresh(count)
+        cut = cutter(self.counts[0], slice(count), len(self.starts), rows)
         with _taped(outputs, cut):
-            mixer.inner[0](*map(cut, args), **{name: cut(value) for name, value in named.items()})
+            call(mixer, state, args, named, cut)
         return state
 
 
@@ -236,24 +261,30 @@ class RunningCache(KVCache):
         """Return the cache as transformers' layers see it in the next forward."""
         return LayerCache(self, [LayerState() for _ in range(self._layers)])
 
-    def run(self, mixer: Mixer, layers: LayerCache, args: Any, named: Any) -> Any:
+    def run(self, mixer: Mixer, args: Any, named: Any) -> Any:
         """Run a mixer over the new tokens, from the state before them, and note what taking tokens back needs."""
-        layer, count = mixer.layer, self._rows
-        passes, starts = self._passes[layer], [length + self._offset for length in self.lengths]
+        passes, count = self._passes[mixer.layer], self._rows
+        starts = [length + self._offset for length in self.lengths]
         while passes and all(old >= new for old, new in zip(passes[-1].starts, starts, strict=True)):
             passes.pop()  # of tokens that were not committed
-        before = passes[-1].after if self._offset else self.states[layer]
-        # A layer may change the state in place where there is one new token.
-        after = layers.layers[layer] = before.map(torch.clone if count == 1 else lambda value: value)
+        before = passes[-1].after if self._offset else self.states[mixer.layer]
+        if mixer.from_zero and count > 1 and any(before.has_previous_state.values()):
+            results = []
+            for token in range(count):
+                after = before.fresh(1)
+                results.append(call(mixer, after, args, named, cutter(count, slice(token, token + 1))))
+                passes.append(Pass([start + token for start in starts], [1] * self.batch, before, after, None))
+                before = after
+            return torch.cat(results, dim=1)
+        after, outputs = before.fresh(count), dict[int, Tensor]()
         partly = count > 1 and not (self._counts and min(self._counts) == count)
-        outputs: dict[int, Tensor] = {}
         with _taped(outputs if partly else None):
-            result = mixer.inner[0](*args, **named)
-        call = (mixer, args, named, outputs) if partly else None
-        passes.append(Pass(starts, [count] * self.batch, before, after, call))
+            result = call(mixer, after, args, named)
+        taken = (mixer, args, named, outputs) if partly else None
+        passes.append(Pass(starts, [count] * self.batch, before, after, taken))
         if self._counts and partly:
             ends = [start + kept for start, kept in zip(starts, self._counts, strict=True)]
-            passes[-1] = Pass(starts, self._counts, before, self._state(layer, ends), None)
+            passes[-1] = Pass(starts, self._counts, before, self._state(mixer.layer, ends), None)
         return result
 
     def commit(self, rows: list[list[int]]) -> None:

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from drafters.model.target import TargetModel
 
 # Layers that cannot verify a draft, and why.
-WITHOUT_ROWS = {"indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree"}
+WITHOUT_ROWS = {
+    "indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree"
+}
 
 
 RUNNING = {"linear_attention", "mamba", "conv", "hybrid"}  # layers with a running state
+# Models whose scan over several tokens begins without a state in transformers (Mamba 1).
+FROM_ZERO = {"falcon_mamba", "jamba", "mamba", "zamba"}
 
 
 def body_of(model: PreTrainedModel) -> Any:
@@ -97,7 +101,8 @@ class StockRunner(Runner):
         if RUNNING & scopes.keys():
             found, self._shapes = probe(self.body, len(self.layers), model.device)
             self.mixers = list(found)
-            self.body = variant(self.body, {id(part): Mixer(part, layer) for layer, part in found.items()})
+            from_zero = model.config.model_type in FROM_ZERO
+            self.body = variant(self.body, {id(part): Mixer(part, layer, from_zero) for layer, part in found.items()})
             self.layers = decoder_layers(self.body)
         self._vocab = len(model.get_input_embeddings().weight)
         # Near the end of the context drafts reach beyond it, with tokens that can never be accepted. A table of
