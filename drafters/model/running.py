@@ -1,19 +1,19 @@
 """Running states: the convolution windows and recurrent states that some layers keep (gated DeltaNet, Mamba, LFM2).
 
-Such a layer has one state per sequence, from which no token can be taken away. So a pass over a chain notes what each
-layer was called with and what its linear projections gave. When a part of the chain is accepted, the layer runs again
-over that part, from its state before the pass. It reads the noted projections, not their weights.
+Such a layer has one state per sequence, from which no token can be taken away. So it reads a chain token by token, and
+the cache keeps the state after each: the commit chooses one per sequence. What needs no state is done for all tokens at
+once: the layer's projections of its input, its output projection, and the rest of the model.
 
-A cache, ``RunningCache``, has these states beside keys and values. A batch needs no padding rule: tokens behind a
-sequence's own are taken back like rejected ones.
+Prompts are read in one pass, whose end is announced (``expect``). Sequences of unequal length are read apart there, so
+that no padding gets into a state.
 """
 
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -23,16 +23,15 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from drafters.model.cache import KVCache, Shape
-from drafters.model.runner import model_time
+from drafters.model.runner import identity, model_time
 from drafters.model.variants import variant
 
 CHAINS_ONLY = "has layers with a running state, which verify chains only, no trees and no scratch rows"
 HELD, EMPTY = -1, -2  # in place of a pass: the state of the committed tokens, the state before any token
-ALL = -1  # tokens of a pass
 
 
 class LayerState(LinearAttentionCacheLayerMixin):
-    """Windows and recurrent states of one layer, ``[B, ...]`` each. A pass puts new tensors in place of the old ones."""
+    """Windows and recurrent states of one layer, ``[B, ...]`` each. A pass puts in new tensors."""
 
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states=number_of_states)
@@ -66,7 +65,7 @@ class LayerState(LinearAttentionCacheLayerMixin):
         return new
 
     def fresh(self, count: int) -> "LayerState":
-        """Return a copy for a pass over ``count`` tokens; transformers changes tensors in place if there is one token."""
+        """Return a copy for a pass over ``count`` tokens; transformers changes the tensors in place for one token."""
         return self.map(torch.clone if count == 1 else lambda value: value)
 
     def of(self, rows: list[int] | None) -> "LayerState":
@@ -117,27 +116,27 @@ class LayerCache(Cache):
         self.layers[layer_idx].update_recurrent_state(linear_cache)
 
 
-class _Tape(threading.local):
-    """Outputs of linear layers ``[B, R, ...]``, noted or read in this thread; ``cut`` takes a part of one."""
+class _Chain(threading.local):
+    """What a mixer's linear layers share while it reads a chain token by token, in this thread.
 
-    outputs: dict[int, Tensor] | None = None
-    cut: Callable[[Tensor], Tensor] | None = None
+    Attributes:
+        inputs: inputs of the mixer: the part for the present token and all tokens ``[B, R, ...]``, by the part's id.
+        outputs: outputs of linear layers for all tokens, by the layer. token: number of the present one.
+        last: the layer whose outputs are the mixer's; it is called for all tokens afterwards. latest: what it gave.
+    """
+
+    inputs: dict[int, tuple[Tensor, Tensor]]
+    outputs: dict["_Linear", Tensor]
+    token: int | None = None
+    last: "_Linear | None" = None
+    latest: "tuple[_Linear, Tensor] | None" = None
 
 
-_tape = _Tape()
-
-
-@contextmanager
-def _taped(outputs: dict[int, Tensor] | None, cut: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
-    _tape.outputs, _tape.cut = outputs, cut
-    try:
-        yield
-    finally:
-        _tape.outputs = _tape.cut = None
+_chain = _Chain()
 
 
 class _Linear(nn.Module):
-    """A linear layer of a mixer, whose outputs are noted, and read when the mixer runs again."""
+    """A linear layer of a mixer. While the mixer reads a chain, it reads its weights once for all tokens if it can."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -147,12 +146,16 @@ class _Linear(nn.Module):
         return getattr(self.linear[0], name)
 
     def forward(self, values: Tensor, *args: Any, **named: Any) -> Tensor:
-        key, outputs, cut = id(self), _tape.outputs, _tape.cut
-        if outputs is not None and cut is not None and key in outputs:
-            return cut(outputs[key])
+        if _chain.token is None:
+            return self.linear[0](values, *args, **named)
+        if self is _chain.last:
+            return values
+        if self not in _chain.outputs and id(values) in _chain.inputs:
+            _chain.outputs[self] = self.linear[0](_chain.inputs[id(values)][1], *args, **named)
+        if self in _chain.outputs:
+            return _chain.outputs[self][:, _chain.token : _chain.token + 1]
         output: Tensor = self.linear[0](values, *args, **named)
-        if outputs is not None and cut is None and output.shape[:2] == values.shape[:2]:
-            outputs[key] = output
+        _chain.latest = self, output
         return output
 
 
@@ -160,15 +163,15 @@ class Mixer(nn.Module):
     """Stands for the module with a running state, in a variant of the body.
 
     Attributes:
-        layer: its number in the cache.
-        from_zero: True if its pass over several tokens begins without a state; then it runs over one after the other.
+        layer: its number in the cache. last: the linear layer whose outputs are its own; None where not known.
+        from_zero: True if its pass over several tokens begins without a state, as transformers' Mamba 1 does.
     """
 
     def __init__(self, module: nn.Module, layer: int, from_zero: bool) -> None:
         super().__init__()
-        self.from_zero = from_zero
         linears = [part for part in module.modules() if hasattr(part, "in_features")]
         self.inner, self.layer = (variant(module, {id(part): _Linear(part) for part in linears}),), layer
+        self.from_zero, self.last = from_zero, (None,)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner[0], name)
@@ -180,57 +183,71 @@ class Mixer(nn.Module):
                 return value.rows.run(self, args, named)
         return self.inner[0](*args, **named)
 
+    def call(self, state: LayerState, args: Any, named: Any, cut: Callable[[Tensor], Tensor] = identity) -> Any:
+        """Call it with ``state`` as its layer's state, and with ``cut(tensor)`` for each tensor of its arguments."""
 
-def call(
-    mixer: Mixer, state: LayerState, args: Any, named: Any, cut: Callable[[Tensor], Tensor] = lambda value: value
-) -> Any:
-    """Call a mixer with ``state`` as its layer's state, and ``cut(tensor)`` for each tensor of its arguments."""
+        def changed(value: Any) -> Any:
+            if isinstance(value, LayerCache):
+                return LayerCache(value.rows, [state] * (self.layer + 1))
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return cut(value) if isinstance(value, Tensor) else value
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, LayerCache):
-            return LayerCache(value.rows, [state] * (mixer.layer + 1))
-        if isinstance(value, tuple):
-            return tuple(map(changed, value))
-        return cut(value) if isinstance(value, Tensor) else value
+        return self.inner[0](*map(changed, args), **{name: changed(value) for name, value in named.items()})
 
-    return mixer.inner[0](*map(changed, args), **{name: changed(value) for name, value in named.items()})
+    def read_chain(self, state: LayerState, args: Any, named: Any, count: int) -> tuple[list[LayerState], Any]:
+        """Call it over ``count`` tokens one by one; return the state after each, and its result for all."""
+        states, results = [state], []
+        _chain.outputs, _chain.last = {}, self.last[0]
+        try:
+            for token in range(count):
+                inputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+                def cut(value: Tensor, token: int = token, inputs: Any = inputs) -> Tensor:
+                    if value.dim() < 2 or value.shape[1] != count:
+                        return value
+                    part = value[:, token : token + 1]
+                    inputs[id(part)] = part, value
+                    return part
+
+                _chain.token, _chain.inputs = token, inputs
+                states.append(states[-1].fresh(1))
+                results.append(self.call(states[-1], args, named, cut))
+        finally:
+            _chain.token = None
+        output = torch.cat([first(result) for result in results], dim=1)
+        if self.last[0] is not None:
+            output = self.last[0](output)
+        elif _chain.latest is not None and _chain.latest[1] is first(results[-1]):
+            self.last = (_chain.latest[0],)
+        _chain.latest, _chain.outputs = None, {}
+        return states, with_first(results[-1], output)
 
 
-def cutter(total: int, tokens: slice, batch: int = 0, rows: list[int] | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a function that takes ``tokens`` of the ``total`` ones, and ``rows`` of the batch, out of ``[B, R, ...]``."""
+def first(result: Any) -> Tensor:
+    """Return a mixer's output; some hand over more."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
 
-    def cut(value: Tensor) -> Tensor:
-        if value.dim() < 2 or value.shape[1] != total:
-            return value
-        return (value if rows is None or value.shape[0] != batch else value[rows])[:, tokens]
 
-    return cut
+def with_first(result: Any, output: Tensor) -> Any:
+    """Return a mixer's result with another output."""
+    return (output, *result[1:]) if isinstance(result, tuple) else output
 
 
 @dataclass
 class Pass:
-    """One forward of a layer.
+    """One pass of a layer over new tokens.
 
     Attributes:
-        starts: tokens of each sequence before the new ones. counts: new tokens of each sequence that ``after`` has.
-        call: the mixer, its arguments, and the outputs of its linear layers; None where no part of it is asked for.
+        starts: tokens of each sequence before the new ones.
+        ends: tokens of each sequence that ``after`` has read.
     """
 
     starts: list[int]
-    counts: list[int]
+    ends: list[int]
     before: LayerState
     after: LayerState
-    call: tuple[Mixer, Any, Any, dict[int, Tensor]] | None
-
-    def again(self, count: int, rows: list[int] | None) -> LayerState:
-        """Return the state of ``rows`` (None: all) after the first ``count`` new tokens, by running them again."""
-        assert self.call is not None
-        mixer, args, named, outputs = self.call
-        state = self.before.of(rows).fresh(count)
-        cut = cutter(self.counts[0], slice(count), len(self.starts), rows)
-        with _taped(outputs, cut):
-            call(mixer, state, args, named, cut)
-        return state
 
 
 class RunningCache(KVCache):
@@ -246,15 +263,14 @@ class RunningCache(KVCache):
         self.states: dict[int, LayerState] = {layer: LayerState() for layer in mixers}  # after ``_held`` tokens
         self._passes: dict[int, list[Pass]] = {layer: [] for layer in mixers}
         self._layers, self._held, self._offset = len(shapes), [0] * batch, 0
-        self._announced: list[int] | None = None
-        self._counts: list[int] | None = None
+        self._announced: list[int] | None = None  # what the commit after the next pass keeps
 
     def expect(self, counts: list[int]) -> None:
         self._announced = list(counts)
 
     def at(self, rows: int, offset: int = 0) -> Self:
         super().at(rows, offset)
-        self._offset, self._counts, self._announced = offset, self._announced, None
+        self._offset = offset
         return self
 
     def for_layers(self) -> LayerCache:
@@ -262,30 +278,47 @@ class RunningCache(KVCache):
         return LayerCache(self, [LayerState() for _ in range(self._layers)])
 
     def run(self, mixer: Mixer, args: Any, named: Any) -> Any:
-        """Run a mixer over the new tokens, from the state before them, and note what taking tokens back needs."""
+        """Run a mixer over the new tokens, from the state before them; keep the states that a commit may ask for."""
         passes, count = self._passes[mixer.layer], self._rows
         starts = [length + self._offset for length in self.lengths]
         while passes and all(old >= new for old, new in zip(passes[-1].starts, starts, strict=True)):
             passes.pop()  # of tokens that were not committed
         before = passes[-1].after if self._offset else self.states[mixer.layer]
-        if mixer.from_zero and count > 1 and any(before.has_previous_state.values()):
-            results = []
-            for token in range(count):
-                after = before.fresh(1)
-                results.append(call(mixer, after, args, named, cutter(count, slice(token, token + 1))))
-                passes.append(Pass([start + token for start in starts], [1] * self.batch, before, after, None))
-                before = after
-            return torch.cat(results, dim=1)
-        after, outputs = before.fresh(count), dict[int, Tensor]()
-        partly = count > 1 and not (self._counts and min(self._counts) == count)
-        with _taped(outputs if partly else None):
-            result = call(mixer, after, args, named)
-        taken = (mixer, args, named, outputs) if partly else None
-        passes.append(Pass(starts, [count] * self.batch, before, after, taken))
-        if self._counts and partly:
-            ends = [start + kept for start, kept in zip(starts, self._counts, strict=True)]
-            passes[-1] = Pass(starts, self._counts, before, self._state(mixer.layer, ends), None)
+        begun = any(before.has_previous_state.values())
+        counts = [count] * self.batch if count == 1 or not begun else None
+        if self._announced is not None and not (mixer.from_zero and begun):
+            counts = self._announced
+        if counts is not None:  # whole: nothing of them will be rejected
+            after, result = self._read(mixer, before, counts, args, named)
+            passes.append(
+                Pass(starts, [start + kept for start, kept in zip(starts, counts, strict=True)], before, after)
+            )
+            return result
+        states, result = mixer.read_chain(before, args, named, count)
+        for token, (before, after) in enumerate(pairwise(states)):
+            ends = [start + token + 1 for start in starts]
+            passes.append(Pass([end - 1 for end in ends], ends, before, after))
         return result
+
+    def _read(
+        self, mixer: Mixer, before: LayerState, counts: list[int], args: Any, named: Any
+    ) -> tuple[LayerState, Any]:
+        """Call a mixer over the first ``counts[b]`` new tokens, for sequences of each length apart."""
+        if min(counts) == self._rows:
+            after = before.fresh(self._rows)
+            return after, mixer.call(after, args, named)
+        parts, output, result = [], None, None
+        for count in sorted(set(counts)):
+            rows = [row for row, each in enumerate(counts) if each == count]
+            state = before.of(rows).fresh(count)
+            parts.append((rows, state))
+            if count:
+                result = mixer.call(state, args, named, cutter(self._rows, self.batch, rows, count))
+                if output is None:
+                    output = first(result).new_zeros(self.batch, self._rows, *first(result).shape[2:])
+                output[rows, :count] = first(result)
+        assert output is not None
+        return joined(parts, self.batch), with_first(result, output)
 
     def commit(self, rows: list[list[int]]) -> None:
         if any(slots != [*range(len(slots))] for slots in rows):
@@ -294,6 +327,7 @@ class RunningCache(KVCache):
 
     def commit_first(self, counts: list[int]) -> None:
         super().commit_first(counts)
+        self._announced = None
         self._hold(forget=not self.rewinds)
 
     def crop(self, lengths: list[int]) -> None:
@@ -327,37 +361,44 @@ class RunningCache(KVCache):
 
     def _state(self, layer: int, lengths: list[int]) -> LayerState:
         """Return a layer's state after ``lengths[b]`` tokens of sequence ``b``."""
-        groups: dict[tuple[int, int], list[int]] = {}  # sequences by pass, and by number of its tokens
+        groups: dict[tuple[int, bool], list[int]] = {}  # sequences by the place of their state
         for row, length in enumerate(lengths):
             groups.setdefault(self._place(layer, row, length), []).append(row)
         if len(groups) == 1:
             return self._after(layer, *next(iter(groups)), None)
         return joined([(rows, self._after(layer, *place, rows)) for place, rows in groups.items()], self.batch)
 
-    def _place(self, layer: int, row: int, length: int) -> tuple[int, int]:
-        """Return where the state after ``length`` tokens is: the pass (or HELD, EMPTY), and tokens of it (or ALL)."""
+    def _place(self, layer: int, row: int, length: int) -> tuple[int, bool]:
+        """Return the pass (or HELD, EMPTY) beside which the state after ``length`` tokens is; True for after it."""
         if length == self._held[row]:
-            return HELD, 0
-        passes = self._passes[layer]
-        for number in reversed(range(len(passes))):
-            count = length - passes[number].starts[row]
-            if count >= 0:
-                kept = passes[number].counts[row]
-                if count not in (0, kept) and (count > kept or passes[number].call is None):
-                    break
-                return number, ALL if count == kept else count
+            return HELD, True
+        for number, one in reversed(list(enumerate(self._passes[layer]))):
+            if length in (one.ends[row], one.starts[row]):
+                return number, length == one.ends[row]
         if length:
-            raise ValueError(f"the running state after {length} tokens of sequence {row} is not kept")
-        return EMPTY, 0
+            raise ValueError(
+                f"the running state after {length} tokens of sequence {row} is not kept; announce what a prompt's pass "
+                "keeps with cache.expect(counts), and set cache.rewinds before passes that crop takes back"
+            )
+        return EMPTY, True
 
-    def _after(self, layer: int, number: int, count: int, rows: list[int] | None) -> LayerState:
+    def _after(self, layer: int, number: int, after: bool, rows: list[int] | None) -> LayerState:
         """Return the state of ``rows`` (None: all) at a place."""
         if number in (HELD, EMPTY):
             return self.states[layer].of(rows) if number == HELD else LayerState()
         one = self._passes[layer][number]
-        if count in (0, ALL):
-            return (one.after if count else one.before).of(rows)
-        return one.again(count, rows)
+        return (one.after if after else one.before).of(rows)
+
+
+def cutter(total: int, batch: int, rows: list[int], count: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that takes ``rows`` and the first ``count`` of ``total`` tokens out of ``[B or 1, R, ...]``."""
+
+    def cut(value: Tensor) -> Tensor:
+        if value.dim() < 2 or value.shape[1] != total:
+            return value
+        return (value[rows] if value.shape[0] == batch else value)[:, :count]
+
+    return cut
 
 
 class _Probe(LayerCache):
@@ -398,7 +439,7 @@ class _ProbeState(LayerState):
 
 @torch.no_grad()
 def probe(body: Any, layers: int, device: torch.device) -> tuple[dict[int, nn.Module], list[Shape]]:
-    """Return the modules with a running state, by layer, and the shapes of keys and values, by a forward of two tokens."""
+    """Return the modules with a running state, by layer, and the shapes of keys and values: by a short forward."""
     found, tokens = _Probe(layers), torch.zeros(1, 2, dtype=torch.long, device=device)
     body(input_ids=tokens, use_cache=False, **{cache_argument(body): found})
     return found.mixers, found.shapes
