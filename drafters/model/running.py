@@ -8,26 +8,23 @@ Prompts are read in one pass, whose end is announced (``expect``). Sequences of 
 that no padding gets into a state.
 """
 
-import inspect
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from drafters.model.cache import KVCache, Shape
-from drafters.model.runner import identity, model_time
-from drafters.model.variants import variant
+from drafters.model.runner import model_time
+
+if TYPE_CHECKING:
+    from drafters.model.mixers import Mixer
 
 CHAINS_ONLY = "has layers with a running state, which verify chains only, no trees and no scratch rows"
-HELD, EMPTY = -1, -2  # in place of a pass: the state of the committed tokens, the state before any token
+EMPTY = -1  # in place of the number of a kept state: the one before any token
 
 
 class LayerState(LinearAttentionCacheLayerMixin):
@@ -64,13 +61,18 @@ class LayerState(LinearAttentionCacheLayerMixin):
         new.has_previous_state = dict(self.has_previous_state)
         return new
 
+    @property
+    def is_empty(self) -> bool:
+        """True before the first token."""
+        return not any(self.has_previous_state.values())
+
     def fresh(self, count: int) -> "LayerState":
         """Return a copy for a pass over ``count`` tokens; transformers changes the tensors in place for one token."""
         return self.map(torch.clone if count == 1 else lambda value: value)
 
-    def of(self, rows: list[int] | None) -> "LayerState":
-        """Return the state of some sequences; None: of all."""
-        return self if rows is None else self.map(lambda value: value[rows])
+    def of(self, rows: list[int]) -> "LayerState":
+        """Return the state of some sequences."""
+        return self.map(lambda value: value[rows])
 
 
 def joined(parts: list[tuple[list[int], LayerState]], batch: int) -> LayerState:
@@ -116,153 +118,19 @@ class LayerCache(Cache):
         self.layers[layer_idx].update_recurrent_state(linear_cache)
 
 
-class _Chain(threading.local):
-    """What a mixer's linear layers share while it reads a chain token by token, in this thread.
-
-    Attributes:
-        inputs: inputs of the mixer: the part for the present token and all tokens ``[B, R, ...]``, by the part's id.
-        outputs: outputs of linear layers for all tokens, by the layer. token: number of the present one.
-        last: the layer whose outputs are the mixer's; it is called for all tokens afterwards. latest: what it gave.
-    """
-
-    inputs: dict[int, tuple[Tensor, Tensor]]
-    outputs: dict["_Linear", Tensor]
-    token: int | None = None
-    last: "_Linear | None" = None
-    latest: "tuple[_Linear, Tensor] | None" = None
-
-
-_chain = _Chain()
-
-
-class _Linear(nn.Module):
-    """A linear layer of a mixer. While the mixer reads a chain, it reads its weights once for all tokens if it can."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear = (linear,)  # in a tuple: not a submodule
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.linear[0], name)
-
-    def forward(self, values: Tensor, *args: Any, **named: Any) -> Tensor:
-        if _chain.token is None:
-            return self.linear[0](values, *args, **named)
-        if self is _chain.last:
-            return values
-        if self not in _chain.outputs and id(values) in _chain.inputs:
-            _chain.outputs[self] = self.linear[0](_chain.inputs[id(values)][1], *args, **named)
-        if self in _chain.outputs:
-            return _chain.outputs[self][:, _chain.token : _chain.token + 1]
-        output: Tensor = self.linear[0](values, *args, **named)
-        _chain.latest = self, output
-        return output
-
-
-class Mixer(nn.Module):
-    """Stands for the module with a running state, in a variant of the body.
-
-    Attributes:
-        layer: its number in the cache. last: the linear layer whose outputs are its own; None where not known.
-        from_zero: True if its pass over several tokens begins without a state, as transformers' Mamba 1 does.
-    """
-
-    def __init__(self, module: nn.Module, layer: int, from_zero: bool) -> None:
-        super().__init__()
-        linears = [part for part in module.modules() if hasattr(part, "in_features")]
-        self.inner, self.layer = (variant(module, {id(part): _Linear(part) for part in linears}),), layer
-        self.from_zero, self.last = from_zero, (None,)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner[0], name)
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        for value in (*args, *named.values()):
-            if isinstance(value, LayerCache):
-                assert isinstance(value.rows, RunningCache)
-                return value.rows.run(self, args, named)
-        return self.inner[0](*args, **named)
-
-    def call(self, state: LayerState, args: Any, named: Any, cut: Callable[[Tensor], Tensor] = identity) -> Any:
-        """Call it with ``state`` as its layer's state, and with ``cut(tensor)`` for each tensor of its arguments."""
-
-        def changed(value: Any) -> Any:
-            if isinstance(value, LayerCache):
-                return LayerCache(value.rows, [state] * (self.layer + 1))
-            if isinstance(value, tuple):
-                return tuple(map(changed, value))
-            return cut(value) if isinstance(value, Tensor) else value
-
-        return self.inner[0](*map(changed, args), **{name: changed(value) for name, value in named.items()})
-
-    def read_chain(self, state: LayerState, args: Any, named: Any, count: int) -> tuple[list[LayerState], Any]:
-        """Call it over ``count`` tokens one by one; return the state after each, and its result for all."""
-        states, results = [state], []
-        _chain.outputs, _chain.last = {}, self.last[0]
-        try:
-            for token in range(count):
-                inputs: dict[int, tuple[Tensor, Tensor]] = {}
-
-                def cut(value: Tensor, token: int = token, inputs: Any = inputs) -> Tensor:
-                    if value.dim() < 2 or value.shape[1] != count:
-                        return value
-                    part = value[:, token : token + 1]
-                    inputs[id(part)] = part, value
-                    return part
-
-                _chain.token, _chain.inputs = token, inputs
-                states.append(states[-1].fresh(1))
-                results.append(self.call(states[-1], args, named, cut))
-        finally:
-            _chain.token = None
-        output = torch.cat([first(result) for result in results], dim=1)
-        if self.last[0] is not None:
-            output = self.last[0](output)
-        elif _chain.latest is not None and _chain.latest[1] is first(results[-1]):
-            self.last = (_chain.latest[0],)
-        _chain.latest, _chain.outputs = None, {}
-        return states, with_first(results[-1], output)
-
-
-def first(result: Any) -> Tensor:
-    """Return a mixer's output; some hand over more."""
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output
-
-
-def with_first(result: Any, output: Tensor) -> Any:
-    """Return a mixer's result with another output."""
-    return (output, *result[1:]) if isinstance(result, tuple) else output
-
-
-@dataclass
-class Pass:
-    """One pass of a layer over new tokens.
-
-    Attributes:
-        starts: tokens of each sequence before the new ones.
-        ends: tokens of each sequence that ``after`` has read.
-    """
-
-    starts: list[int]
-    ends: list[int]
-    before: LayerState
-    after: LayerState
-
-
 class RunningCache(KVCache):
     """A KV cache with the running states of the layers ``mixers``; other arguments are ``KVCache``'s.
 
-    Attributes:
-        rewinds: True if ``crop`` may take back what was committed since the last crop (draft models); else only what
-            the commit after a pass rejects can be taken back.
+    Keys and values of a rejected token are overwritten. A state is replaced by the one that had read fewer tokens.
     """
 
     def __init__(self, mixers: Sequence[int], shapes: list[Shape], batch: int, *rest: Any) -> None:
         super().__init__(shapes, batch, *rest)
-        self.states: dict[int, LayerState] = {layer: LayerState() for layer in mixers}  # after ``_held`` tokens
-        self._passes: dict[int, list[Pass]] = {layer: [] for layer in mixers}
-        self._layers, self._held, self._offset = len(shapes), [0] * batch, 0
+        # By layer: states, each with the number of tokens of each sequence that it has read. First the committed one.
+        self._kept: dict[int, list[tuple[list[int], LayerState]]] = {}
+        for layer in mixers:
+            self._kept[layer] = [([0] * batch, LayerState())]
+        self._layers, self._offset = len(shapes), 0
         self._announced: list[int] | None = None  # what the commit after the next pass keeps
 
     def expect(self, counts: list[int]) -> None:
@@ -277,48 +145,23 @@ class RunningCache(KVCache):
         """Return the cache as transformers' layers see it in the next forward."""
         return LayerCache(self, [LayerState() for _ in range(self._layers)])
 
-    def run(self, mixer: Mixer, args: Any, named: Any) -> Any:
+    def run(self, mixer: "Mixer", args: Any, named: Any) -> Any:
         """Run a mixer over the new tokens, from the state before them; keep the states that a commit may ask for."""
-        passes, count = self._passes[mixer.layer], self._rows
+        kept, count = self._kept[mixer.layer], self._rows
         starts = [length + self._offset for length in self.lengths]
-        while passes and all(old >= new for old, new in zip(passes[-1].starts, starts, strict=True)):
-            passes.pop()  # of tokens that were not committed
-        before = passes[-1].after if self._offset else self.states[mixer.layer]
-        begun = any(before.has_previous_state.values())
-        counts = [count] * self.batch if count == 1 or not begun else None
-        if self._announced is not None and not (mixer.from_zero and begun):
-            counts = self._announced
-        if counts is not None:  # whole: nothing of them will be rejected
-            after, result = self._read(mixer, before, counts, args, named)
-            passes.append(
-                Pass(starts, [start + kept for start, kept in zip(starts, counts, strict=True)], before, after)
-            )
-            return result
-        states, result = mixer.read_chain(before, args, named, count)
-        for token, (before, after) in enumerate(pairwise(states)):
-            ends = [start + token + 1 for start in starts]
-            passes.append(Pass([end - 1 for end in ends], ends, before, after))
+        while len(kept) > 1 and all(end > start for end, start in zip(kept[-1][0], starts, strict=True)):
+            kept.pop()  # of tokens that were not committed
+        before = kept[-1][1]
+        counts = self._announced if count > 1 else [1] * self.batch
+        if counts is None and before.is_empty:
+            counts = [count] * self.batch
+        if counts is not None and (before.is_empty or count == 1 or not mixer.from_zero):
+            after, result = mixer.read_whole(before, args, named, count, counts)
+            kept.append(([start + new for start, new in zip(starts, counts, strict=True)], after))
+        else:
+            states, result = mixer.read_chain(before, args, named, count)
+            kept += [([start + new for start in starts], state) for new, state in enumerate(states, 1)]
         return result
-
-    def _read(
-        self, mixer: Mixer, before: LayerState, counts: list[int], args: Any, named: Any
-    ) -> tuple[LayerState, Any]:
-        """Call a mixer over the first ``counts[b]`` new tokens, for sequences of each length apart."""
-        if min(counts) == self._rows:
-            after = before.fresh(self._rows)
-            return after, mixer.call(after, args, named)
-        parts, output, result = [], None, None
-        for count in sorted(set(counts)):
-            rows = [row for row, each in enumerate(counts) if each == count]
-            state = before.of(rows).fresh(count)
-            parts.append((rows, state))
-            if count:
-                result = mixer.call(state, args, named, cutter(self._rows, self.batch, rows, count))
-                if output is None:
-                    output = first(result).new_zeros(self.batch, self._rows, *first(result).shape[2:])
-                output[rows, :count] = first(result)
-        assert output is not None
-        return joined(parts, self.batch), with_first(result, output)
 
     def commit(self, rows: list[list[int]]) -> None:
         if any(slots != [*range(len(slots))] for slots in rows):
@@ -327,124 +170,50 @@ class RunningCache(KVCache):
 
     def commit_first(self, counts: list[int]) -> None:
         super().commit_first(counts)
-        self._announced = None
-        self._hold(forget=not self.rewinds)
+        self._choose(forget=not self.rewinds)
 
     def crop(self, lengths: list[int]) -> None:
         super().crop(lengths)
-        self._hold(forget=True)
+        self._choose(forget=True)
 
     def copy_row(self, row: int, other: KVCache, number: int = 0) -> None:
         super().copy_row(row, other, number)
         assert isinstance(other, RunningCache)
         others = [each for each in range(self.batch) if each != row]
-        for layer, state in self.states.items():
-            parts = [(others, state.of(others)), ([row], other.states[layer].of([number]))]
-            self.states[layer] = joined(parts, self.batch)
-        self._held[row] = self.lengths[row]
+        for layer, kept in self._kept.items():
+            parts = [(others, kept[-1][1].of(others)), ([row], other._kept[layer][-1][1].of([number]))]
+            kept[:] = [(list(self.lengths), joined(parts, self.batch))]
 
     def keep_last(self, count: int) -> None:
         raise NotImplementedError("a running state has no first tokens to give up")
 
     def release(self) -> None:
         super().release()
-        self.states, self._passes = {}, {}
+        self._kept = {}
 
-    def _hold(self, forget: bool) -> None:
-        """Make the states those after ``lengths`` tokens; ``forget``: no earlier ones will be asked for."""
+    def _choose(self, forget: bool) -> None:
+        """Choose the states that have read ``lengths`` tokens; ``forget``: no others will be asked for."""
+        self._announced = None
         with torch.no_grad(), model_time():
-            states = {layer: self._state(layer, self.lengths) for layer in self.states}
-        self.states, self._held = states, list(self.lengths)
-        if forget:
-            for passes in self._passes.values():
-                passes.clear()
+            for kept in self._kept.values():
+                state = self._after(kept, self.lengths)
+                if forget:
+                    kept[:] = [(list(self.lengths), state)]
+                elif state is not kept[-1][1]:
+                    kept.append((list(self.lengths), state))
 
-    def _state(self, layer: int, lengths: list[int]) -> LayerState:
-        """Return a layer's state after ``lengths[b]`` tokens of sequence ``b``."""
-        groups: dict[tuple[int, bool], list[int]] = {}  # sequences by the place of their state
+    def _after(self, kept: list[tuple[list[int], LayerState]], lengths: list[int]) -> LayerState:
+        """Return the state after ``lengths[b]`` tokens of sequence ``b``."""
+        places: dict[int, list[int]] = {}  # sequences by the number of the kept state
         for row, length in enumerate(lengths):
-            groups.setdefault(self._place(layer, row, length), []).append(row)
-        if len(groups) == 1:
-            return self._after(layer, *next(iter(groups)), None)
-        return joined([(rows, self._after(layer, *place, rows)) for place, rows in groups.items()], self.batch)
-
-    def _place(self, layer: int, row: int, length: int) -> tuple[int, bool]:
-        """Return the pass (or HELD, EMPTY) beside which the state after ``length`` tokens is; True for after it."""
-        if length == self._held[row]:
-            return HELD, True
-        for number, one in reversed(list(enumerate(self._passes[layer]))):
-            if length in (one.ends[row], one.starts[row]):
-                return number, length == one.ends[row]
-        if length:
-            raise ValueError(
-                f"the running state after {length} tokens of sequence {row} is not kept; announce what a prompt's pass "
-                "keeps with cache.expect(counts), and set cache.rewinds before passes that crop takes back"
-            )
-        return EMPTY, True
-
-    def _after(self, layer: int, number: int, after: bool, rows: list[int] | None) -> LayerState:
-        """Return the state of ``rows`` (None: all) at a place."""
-        if number in (HELD, EMPTY):
-            return self.states[layer].of(rows) if number == HELD else LayerState()
-        one = self._passes[layer][number]
-        return (one.after if after else one.before).of(rows)
-
-
-def cutter(total: int, batch: int, rows: list[int], count: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that takes ``rows`` and the first ``count`` of ``total`` tokens out of ``[B or 1, R, ...]``."""
-
-    def cut(value: Tensor) -> Tensor:
-        if value.dim() < 2 or value.shape[1] != total:
-            return value
-        return (value[rows] if value.shape[0] == batch else value)[:, :count]
-
-    return cut
-
-
-class _Probe(LayerCache):
-    """Notes what layers keep: the modules with a running state, and the shapes of keys and values."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__(KVCache.nothing(), [_ProbeState(self, number) for number in range(layers)])
-        self.mixers: dict[int, nn.Module] = {}
-        self.shapes: list[Shape] = [(0, 0, 0)] * layers
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.shapes[layer_idx] = keys.shape[1], keys.shape[3], values.shape[3]
-        return keys, values
-
-
-class _ProbeState(LayerState):
-    """Tells the probe which module updates a state: the first one among the callers."""
-
-    def __init__(self, probe: _Probe, layer: int) -> None:
-        super().__init__()
-        self.probe, self.layer = probe, layer
-
-    def note(self) -> None:
-        frame = sys._getframe(2)
-        while not isinstance(frame.f_locals.get("self"), nn.Module):
-            assert frame.f_back is not None
-            frame = frame.f_back
-        self.probe.mixers[self.layer] = frame.f_locals["self"]
-
-    def update_conv_state(self, *args: Any, **named: Any) -> Tensor:
-        self.note()
-        return super().update_conv_state(*args, **named)
-
-    def update_recurrent_state(self, *args: Any, **named: Any) -> Tensor:
-        self.note()
-        return super().update_recurrent_state(*args, **named)
-
-
-@torch.no_grad()
-def probe(body: Any, layers: int, device: torch.device) -> tuple[dict[int, nn.Module], list[Shape]]:
-    """Return the modules with a running state, by layer, and the shapes of keys and values: by a short forward."""
-    found, tokens = _Probe(layers), torch.zeros(1, 2, dtype=torch.long, device=device)
-    body(input_ids=tokens, use_cache=False, **{cache_argument(body): found})
-    return found.mixers, found.shapes
-
-
-def cache_argument(body: Any) -> str:
-    """Return the name under which a model's forward takes its cache."""
-    return "cache_params" if "cache_params" in inspect.signature(body.forward).parameters else "past_key_values"
+            numbers = [number for number, (ends, _) in enumerate(kept) if ends[row] == length]
+            if not numbers and length:
+                raise ValueError(
+                    f"the state after {length} tokens of sequence {row} is not kept; call cache.expect(counts) before "
+                    "a prompt's pass, and set cache.rewinds before passes that crop takes back"
+                )
+            places.setdefault(numbers[-1] if numbers else EMPTY, []).append(row)
+        if len(places) == 1:
+            (place,) = places
+            return LayerState() if place == EMPTY else kept[place][1]
+        return joined([(rows, kept[at][1].of(rows)) for at, rows in places.items() if at != EMPTY], self.batch)

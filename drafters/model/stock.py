@@ -18,9 +18,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from drafters.config import Engine
 from drafters.model.cache import KVCache, Shape
+from drafters.model.mixers import Mixer, cache_argument, probe
 from drafters.model.rows import CHAIN, Placed, Rows, Scope
 from drafters.model.runner import Runner, Taps, Transform, attention_kernels, identity, model_time
-from drafters.model.running import CHAINS_ONLY, LayerCache, Mixer, RunningCache, cache_argument, probe
+from drafters.model.running import CHAINS_ONLY, LayerCache, RunningCache
 from drafters.model.variants import StandIn, variant
 
 if TYPE_CHECKING:
