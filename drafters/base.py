@@ -8,6 +8,7 @@ from drafters.loop.call import check_loaded
 from drafters.loop.hf_generate import ForTransformers
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
+from drafters.model.running import CHAINS_ONLY
 from drafters.model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Drafter:
         name: the method's name in configs, and the name of its file.
         options: pydantic schema of the method's options and their defaults; the constructor takes an instance.
         max_batch: most sequences that the method can decode at once; None for any number.
+        trees: True if its drafts are trees or have scratch rows with any options; such a method needs a target that
+            verifies trees.
         rewinds: True if committed tokens can be taken back, so that the method can accelerate a draft model (cascade).
         follows: True if another drafter may draft some of the steps (hybrid).
 
@@ -63,6 +66,7 @@ class Drafter:
     name: ClassVar[str] = ""
     options: ClassVar[type[Config]] = Config
     max_batch: ClassVar[int | None] = 1
+    trees: ClassVar[bool] = False
     rewinds: ClassVar[bool] = False
     follows: ClassVar[bool] = False
     lossless: bool = True
@@ -74,6 +78,8 @@ class Drafter:
 
     def __init__(self, target: TargetModel, options: Config) -> None:
         self.target, self.max_context, self.settings = target, target.max_context, options
+        if self.trees:
+            self.needs_trees("use a method that drafts chains, such as speculative or prompt_lookup")
 
     @classmethod
     def from_options(cls, target: TargetModel, **options: Any) -> Self:
@@ -84,6 +90,11 @@ class Drafter:
         """
         check_loaded(target)
         return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
+
+    def needs_trees(self, instead: str) -> None:
+        """Raise ValueError if the target verifies chains only; ``instead``: what to use or to set."""
+        if self.target.chains_only:
+            raise ValueError(f"{self.name} drafts trees, and {self.target.name} {CHAINS_ONLY}; {instead}")
 
     def for_transformers(self, streamer: Any = None, seed: int | None = None) -> ForTransformers:
         """Return what decodes with this drafter: ``model.generate(**inputs, custom_generate=...)``.

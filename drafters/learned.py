@@ -27,6 +27,7 @@ from drafters.model import head_adapter
 from drafters.model.candidates import add_pair
 from drafters.model.draft_head import DRAFT_IDS, DraftHead, check_ids
 from drafters.model.target import FeatureOutput, TargetModel
+from drafters.policy.shape import ShapePolicy
 from drafters.policy.shaper import Shaper
 
 
@@ -62,8 +63,13 @@ class LearnedDrafter(Drafter):
         """Take the head and the shaper; ``rows``: cache slots that the head needs for a draft, if more than its nodes.
 
         Raises:
-            ValueError: nodes with more children than the drafter has tokens.
+            ValueError: nodes with more children than the drafter has tokens; trees, on a target that verifies chains.
         """
+        if self.target.chains_only and isinstance(shaper.policy, ShapePolicy):
+            shaper.nodes = shaper.policy.most_nodes = shaper.depth
+            shaper.policy.ranks = 1
+        elif shaper.branches:
+            self.needs_trees("draft a chain: set tree to chain, and no paths")
         for plan in shaper.fixed.values():
             check_children(plan, head.lm_head.width)
         self.head, self.shaper, self.taps = head, shaper, head.taps

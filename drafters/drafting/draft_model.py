@@ -2,6 +2,7 @@
 
 from copy import copy
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from drafters.loop.state import DecodeState, padded
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, draft_head
 from drafters.model.files import load_bare_tokenizer
+from drafters.model.running import CHAINS_ONLY
 from drafters.model.target import FeatureOutput, TargetModel
 
 # Option of a method: folder or Hub repository of a draft model, or a loaded one that several drafters share.
@@ -28,18 +30,26 @@ class DraftModelOptions(DraftHeadOptions):
 class DraftModelDrafter(Drafter):
     """A drafter that drafts with a smaller LM of the target's tokenizer.
 
+    Class attributes:
+        draft_trees: True if the draft model reads trees.
+
     Attributes:
         more_rows: slots of the draft model's cache beyond the number of the target's.
 
     Raises:
-        ValueError: the draft model has another tokenizer than the target.
+        ValueError: the draft model has another tokenizer than the target, or cannot read trees that the method needs.
     """
 
+    draft_trees: ClassVar[bool] = False
     more_rows = 0
 
     def __init__(self, target: TargetModel, options: DraftModelOptions) -> None:
         super().__init__(target, options)
         self.draft_model = load_draft_model(target, options.draft_model)
+        if self.draft_trees and self.draft_model.chains_only:
+            raise ValueError(
+                f"{self.name} drafts with trees, and draft model {self.draft_model.name} {CHAINS_ONLY}; use speculative"
+            )
         self.lm_head = draft_head(self.draft_model, options)
         self.max_context = min(target.max_context, self.draft_model.max_context)
         self._cache = KVCache.nothing()

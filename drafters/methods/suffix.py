@@ -63,6 +63,8 @@ class SuffixDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: SuffixOptions) -> None:
         super().__init__(target, options)
+        if not options.chain:
+            self.needs_trees("set chain: true")
         self.alpha, self.chance, self.chain, self.memory = options.alpha, options.chance, options.chain, options.memory
         self.policy = CopyPolicy() if options.nodes == "auto" else None
         self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes

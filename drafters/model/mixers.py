@@ -74,7 +74,8 @@ class Mixer(nn.Module):
         super().__init__()
         linears = [part for part in module.modules() if hasattr(part, "in_features")]
         self.inner, self.layer = (variant(module, {id(part): _Linear(part) for part in linears}),), layer
-        self.from_zero, self.last = from_zero, (None,)
+        self.from_zero = from_zero
+        self.last: tuple[_Linear | None] = (None,)  # in a tuple: not a submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner[0], name)

@@ -23,7 +23,7 @@ from drafters.model.runner import model_time
 if TYPE_CHECKING:
     from drafters.model.mixers import Mixer
 
-CHAINS_ONLY = "has layers with a running state, which verify chains only, no trees and no scratch rows"
+CHAINS_ONLY = "verifies chains only, because some of its layers keep a running state"
 EMPTY = -1  # in place of the number of a kept state: the one before any token
 
 

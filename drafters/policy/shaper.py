@@ -37,6 +37,11 @@ class Shaper:
     policy: ShapePolicy | Truncation | None = None
     greedily: bool = False
 
+    @property
+    def branches(self) -> bool:
+        """True if drafts may be trees whatever the policy chooses."""
+        return self.grows or not all(plan.is_chain for plan in self.fixed.values())
+
     def plan(self, state: "DecodeState", depth: int) -> TreePlan | None:
         """The nodes of the next draft, of at most ``depth`` levels where the answer ends; None: the likeliest."""
         if self.grows:

@@ -117,6 +117,8 @@ class LLMCadDrafter(DraftModelDrafter):
 
     name = "llmcad"
     options = LLMCadOptions
+    trees = True
+    draft_trees = True
 
     def __init__(self, target: TargetModel, options: LLMCadOptions) -> None:
         super().__init__(target, options)

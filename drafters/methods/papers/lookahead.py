@@ -54,6 +54,7 @@ class LookaheadDrafter(Drafter):
 
     name = "lookahead"
     options = LookaheadOptions
+    trees = True
     rewinds = True
 
     def __init__(self, target: TargetModel, options: LookaheadOptions) -> None:

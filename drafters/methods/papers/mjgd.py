@@ -40,6 +40,7 @@ class MJGDDrafter(Drafter):
 
     name = "mjgd"
     options = MJGDOptions
+    trees = True
     lossless = False
 
     def __init__(self, target: TargetModel, options: MJGDOptions) -> None:

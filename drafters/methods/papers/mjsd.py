@@ -47,6 +47,7 @@ class MJSDDrafter(DraftModelDrafter):
     name = "mjsd"
     options = MJSDOptions
     lossless = False
+    draft_trees = True
 
     def __init__(self, target: TargetModel, options: MJSDOptions) -> None:
         super().__init__(target, options)

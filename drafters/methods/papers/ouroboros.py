@@ -64,6 +64,8 @@ class OuroborosDrafter(DraftModelDrafter):
 
     name = "ouroboros"
     options = OuroborosOptions
+    trees = True
+    draft_trees = True
 
     def __init__(self, target: TargetModel, options: OuroborosOptions) -> None:
         super().__init__(target, options)

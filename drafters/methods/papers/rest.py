@@ -53,6 +53,8 @@ class RestDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: RestOptions) -> None:
         super().__init__(target, options)
+        if not options.chain:
+            self.needs_trees("set chain: true")
         auto = options.nodes == "auto"
         self.depth, self.places, self.chain = options.depth, options.places or (16 if auto else 64), options.chain
         self.nodes = MOST_NODES if options.nodes == "auto" else options.nodes

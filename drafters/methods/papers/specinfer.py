@@ -39,6 +39,7 @@ class SpecInferDrafter(Drafter):
 
     name = "specinfer"
     options = SpecInferOptions
+    trees = True
     rewinds = True
 
     def __init__(self, target: TargetModel, options: SpecInferOptions) -> None:

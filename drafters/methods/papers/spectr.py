@@ -39,6 +39,8 @@ class SpecTrDrafter(DraftModelDrafter):
 
     name = "spectr"
     options = SpecTrOptions
+    trees = True
+    draft_trees = True
     rewinds = True
 
     def __init__(self, target: TargetModel, options: SpecTrOptions) -> None:
