@@ -48,6 +48,13 @@ CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_
 GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
 GRANITE |= {"attention_multiplier": 0.0625}
 
+LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+BLOCKS = {"layers_block_type": ["mamba", "attention", "mamba"]}
+MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+HEADS2 = {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
+NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
+
 DECODED: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "ministral3")},
     **{name: {} for name in ("smollm3", "glm", "glm4", "glm4_moe", "olmo", "olmo2", "phi3", "phimoe", "starcoder2")},
@@ -70,13 +77,23 @@ DECODED: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 8, "interleave_moe_layer_step": 1},
     "nanochat": {"final_logit_softcapping": 15.0},
     "jetmoe": {},
+    # With a running state.
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax"), LINEAR),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), LATENT | LINEAR),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), CONV),
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "granitemoehybrid": GRANITE | MAMBA2 | BLOCKS,
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 96, "ssm_in_multiplier": 0.25, "key_multiplier": 0.5},
+    "nemotron_h": NEMOTRON | {"layers_block_type": ["mamba", "attention", "moe"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "zamba": {},
+    "zamba2": {"mamba_d_state": 8, "n_mamba_heads": 6, "num_key_value_heads": 4}
+    | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
+    "mamba2": HEADS2,
+    **dict.fromkeys(("mamba", "falcon_mamba"), {"state_size": 8}),
 }
-STATE, INDEX = "keep .*state", "choose the tokens that they attend to"
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **{name: ({}, STATE) for name in ("qwen3_next", "qwen3_5_text", "mamba", "jamba", "falcon_h1", "nemotron_h")},
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (LATENT, INDEX)),
-    "minimax": ({}, STATE),
-}
+INDEX = "choose the tokens that they attend to"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (LATENT, INDEX))
 
 
 def build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
@@ -121,21 +138,28 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
     check_norm(stock, folder)
     target = TargetModel.from_pretrained(str(folder), "float32", "cpu")
     near = perturbed(target, 0.02, 0)
-    heads = [
-        EagleDrafter(target, EagleHead(target.config, EagleShape(layer="llama")), EagleOptions(tree=tree))
-        for tree in TREES
-    ]
-    newer = [eagle3(target, None, "dynamic", taps=[1, 2]), dflash(target, None, "chain", taps=[1, 2])]
     drafters = [make_drafter("autoregressive", target), make_drafter("prompt_lookup", target)]
-    drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads, *newer]
+    drafters += [make_drafter("speculative", target, draft_model=near, gamma=3), *heads(target)]
     for drafter in drafters:
         assert decode(target, drafter, texts, new) == expected, type(drafter).__name__
     pair = generate(target, drafters[1], [texts[0], prompt(7, 9)], max_new_tokens=new, eos_token_id=NO_EOS)
     assert rows_of(pair)[0] == expected[0], "in a batch of unequal lengths"
-    row = {"engine": target.engine, "decoding": "yes", "EAGLE": eagle(target, folder)}
+    row = {"engine": target.engine, "decoding": "chains" if target.chains_only else "yes", "EAGLE": eagle(target, folder)}
     row["Kangaroo"] = kangaroo(target, texts, new, expected)
     row["graphs"] = "yes" if family in FAMILIES else "no"
     return row
+
+
+def heads(target: TargetModel) -> list[Drafter]:
+    """Drafters with untrained heads; none where no head can be made of the target's configuration."""
+    if getattr(target.config, "num_attention_heads", None) is None:
+        return []
+    trees = ("chain",) if target.chains_only else ("chain", "dynamic")
+    shape = EagleShape(layer="llama")
+    made: list[Drafter] = [
+        EagleDrafter(target, EagleHead(target.config, shape), EagleOptions(tree=tree)) for tree in trees
+    ]
+    return [*made, eagle3(target, None, trees[-1], taps=[1, 2]), dflash(target, None, "chain", taps=[1, 2])]
 
 
 def check_norm(stock: PreTrainedModel, folder: Path) -> None:
@@ -149,9 +173,6 @@ def check_norm(stock: PreTrainedModel, folder: Path) -> None:
         last = body(input_ids=torch.tensor([prompt(LONG)]), use_cache=False).last_hidden_state
         assert torch.equal(load_norm(str(folder), "float32")(found[0]), last)
     hook.remove()
-
-
-TREES = ("chain", "dynamic")
 
 
 def eagle(target: TargetModel, folder: Path) -> str:

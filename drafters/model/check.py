@@ -99,9 +99,13 @@ def check_parts(target: "TargetModel", layer: int) -> None:
     """Raise ValueError unless the first ``layer`` layers and the others, one after the other, are the target."""
     ids, reason = _ordinary_tokens(target), ""
     try:
-        short = _with_short_windows(target)
-        whole, states = short.run(ids, None).features, short.shallow(ids, None, layer)
-        error = off(short.run(states, None, start=layer).features, whole).median().item()
+        short, cache = _with_short_windows(target), None
+        if target.chains_only:  # layers with a state are also given the mask of those with attention
+            cache, first, ids = target.new_cache(1, ROWS), ids[:, :PROMPT], ids[:, PROMPT:]
+            short.run(first, cache)
+            cache.commit_first([PROMPT])
+        whole, states = short.run(ids, cache).features, short.shallow(ids, cache, layer)
+        error = off(short.run(states, cache, start=layer).features, whole).median().item()
         if error > most_allowed(short, ids, error):
             reason = "in two parts it gives something else"
     except (AttributeError, TypeError, RuntimeError, IndexError, ValueError, KeyError) as failure:

@@ -196,7 +196,10 @@ class StockRunner(Runner):
             for tap in taps:
                 at, note = (tap - 1, partial(self._noted.output, tap)) if tap else (0, self._noted.entry)
                 layers[at] = StandIn(layers[at], note)
-            parts: dict[int, nn.Module] = {id(self.layers): nn.ModuleList(layers[start:stop])}
+            parts: dict[int, Any] = {id(self.layers): nn.ModuleList(layers[start:stop])}
+            if start and getattr(config := self.body.config, "layer_types", None):  # looked up by the place in the list
+                parts[id(config)] = copy.copy(config)
+                parts[id(config)].layer_types = config.layer_types[start:stop]
             if stop is not None:
                 parts[id(self.body.norm)] = nn.Identity()
             self._bodies[key] = variant(self.body, parts)
