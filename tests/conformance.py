@@ -25,6 +25,7 @@ from drafters import Drafter, GenerateResult, TargetModel, generate
 from drafters.loop import generate as loop
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
+from drafters.model.running import RunningCache
 from drafters.policy import costs
 
 Make = Callable[[TargetModel], Drafter]
@@ -123,7 +124,7 @@ def check_children(
 
 @contextmanager
 def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
-    """After every commit, compare the target's cache with a fresh prefill by the stock model. Yields a count."""
+    """After every commit, compare the target's cache, running states too, with a fresh prefill by the stock model."""
     seen = SimpleNamespace(commits=0, accepted=0)
     commit = loop._commit
 
@@ -134,14 +135,23 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
         for row, tokens in enumerate(state.tokens):
             known = len(tokens) - 1
             assert state.cache.lengths[row] == known, "the cache must hold every token but the last"
-            fresh = DynamicCache()
+            running = isinstance(state.cache, RunningCache)
+            fresh = DynamicCache(config=state.target.config if running else None)
             known_ids = torch.tensor([tokens[:known]], device=state.target.device)
             state.target.model(known_ids, past_key_values=fresh, use_cache=True)
+            attending = [at for at, layer in enumerate(fresh.layers) if getattr(layer, "keys", None) is not None]
             for kind in ("keys", "values"):  # layers in one comparison, which costs as one
                 ours = getattr(state.cache, kind)[: state.target.num_layers]
-                found = torch.stack([layer[row, :, :known] for layer in ours])
-                theirs = torch.stack([getattr(layer, kind)[0] for layer in fresh.layers])
+                found = torch.stack([ours[at][row, :, :known] for at in attending])
+                theirs = torch.stack([getattr(fresh.layers[at], kind)[0] for at in attending])
                 torch.testing.assert_close(found, theirs, atol=tolerance, rtol=tolerance)
+            for at, (_, own) in ((at, kept[-1]) for at, kept in (state.cache._kept.items() if running else ())):
+                for kind in ("conv_states", "recurrent_states"):
+                    for number, value in getattr(fresh.layers[at], kind).items():
+                        found, gap = getattr(own, kind)[number], {"atol": tolerance, "rtol": tolerance}
+                        assert (found is None) == (value is None)
+                        if value is not None:
+                            torch.testing.assert_close(found[row], value[0], **gap)
         return steps
 
     def measured(*given: Any) -> Any:  # its steps are over a cache of zeros
