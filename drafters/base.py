@@ -57,6 +57,7 @@ class Drafter:
         max_draft: most nodes of one draft; the loop sizes its buffers by it.
         max_context: positions that the target, and a draft model, were made for.
         taps: hidden states needed from every target forward, by the number of layers before them.
+        back: committed tokens that ``rewind`` may take back beyond a draft of its own (cascade).
         remembers: True if what one prompt taught is used for the next (a pool that outlives the prompt).
         settings: the options that the drafter was built with.
         parts: inner drafters (hybrid, cascade).
@@ -72,6 +73,7 @@ class Drafter:
     lossless: bool = True
     max_draft: int = 0
     taps: tuple[int, ...] = ()
+    back: int = 0
     remembers: bool = False
     parts: "tuple[Drafter, ...]" = ()
     policy: Policy | None = None

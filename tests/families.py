@@ -144,16 +144,18 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
         assert decode(target, drafter, texts, new) == expected, type(drafter).__name__
     pair = generate(target, drafters[1], [texts[0], prompt(7, 9)], max_new_tokens=new, eos_token_id=NO_EOS)
     assert rows_of(pair)[0] == expected[0], "in a batch of unequal lengths"
-    row = {"engine": target.engine, "decoding": "chains" if target.chains_only else "yes", "EAGLE": eagle(target, folder)}
+    row = {
+        "engine": target.engine,
+        "decoding": "chains" if target.chains_only else "yes",
+        "EAGLE": eagle(target, folder),
+    }
     row["Kangaroo"] = kangaroo(target, texts, new, expected)
     row["graphs"] = "yes" if family in FAMILIES else "no"
     return row
 
 
 def heads(target: TargetModel) -> list[Drafter]:
-    """Drafters with untrained heads; none where no head can be made of the target's configuration."""
-    if getattr(target.config, "num_attention_heads", None) is None:
-        return []
+    """Drafters with untrained heads."""
     trees = ("chain",) if target.chains_only else ("chain", "dynamic")
     shape = EagleShape(layer="llama")
     made: list[Drafter] = [

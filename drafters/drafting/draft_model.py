@@ -68,7 +68,7 @@ class DraftModelDrafter(Drafter):
 
     def _prefill(self, state: DecodeState) -> KVCache:
         cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
-        cache.rewinds = True
+        cache.rewinds = 1 + self.max_draft + self.back
         prompts = [row[:-1] for row in state.tokens]
         cache.expect([len(prompt) for prompt in prompts])
         self.draft_model.run(padded(prompts, self.draft_model.device), cache)

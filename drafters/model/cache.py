@@ -71,7 +71,7 @@ class KVCache:
         dropped: number of tokens of each sequence before those of the cache, whose slots were given up.
         positions: most positions of a sequence, if more than the capacity.
         ends: ``[batch]`` on the host, slots of each sequence in use with those that ``at`` gave to new tokens.
-        rewinds: True if ``crop`` may take back what was committed since the last crop; keys and values always allow it.
+        rewinds: most committed tokens that ``crop`` takes back, beyond which running states are not kept.
 
     Raises:
         ValueError: less memory than it needs.
@@ -111,7 +111,7 @@ class KVCache:
         self.ends = torch.zeros(batch, dtype=torch.long)
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
 
-    rewinds = False
+    rewinds = 0
 
     def expect(self, counts: list[int]) -> None:
         """Announce that the commit after the next forward keeps the first ``counts[b]`` tokens (running states)."""

@@ -112,15 +112,17 @@ def layer_kind(
     one_layer = copy.deepcopy(config)
     one_layer.num_hidden_layers = 1
     one_layer._attn_implementation = "sdpa"
-    if getattr(one_layer, "layer_types", None):
-        one_layer.layer_types = ["full_attention"]
     try:
+        if getattr(one_layer, "layer_types", None):
+            one_layer.layer_types = ["full_attention"]
         with torch.device("meta"):
             # Another dtype than torch's default would become the default of all threads meanwhile.
             options: Any = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa"}
             model: Any = AutoModelForCausalLM.from_config(one_layer, trust_remote_code=False, **options)
         first, norm = model.model.layers[0], model.model.norm
         own_attention, rotary = first.self_attn, model.model.rotary_emb
+        if rotary is None:
+            raise ValueError("its attention has no RoPE")
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         experts = any("expert" in name for name, _ in first.named_modules()) or any(
             weights.dim() > 2 for weights in first.parameters()
@@ -138,13 +140,19 @@ def layer_kind(
     )
 
 
+def has_heads(target: PretrainedConfig) -> bool:
+    """Return True if a target's attention has heads that a Llama layer can have."""
+    return bool(getattr(target, "num_attention_heads", None)) and getattr(target, "kv_lora_rank", None) is None
+
+
 def llama_config(target: PretrainedConfig) -> LlamaConfig:
     """One Llama layer of the target's width, without biases; what the target has of heads and RoPE, where Llama can.
 
     Its MLP has the target's ``intermediate_size``. If that of a mixture of experts is below ``2 * hidden_size``, it is
     the size of one expert, and the MLP has ``num_experts_per_tok`` times that size.
 
-    Heads of latent attention (MLA) become heads of 128. Its RoPE rotates all dimensions of a head, in two halves.
+    Heads of latent attention (MLA) become heads of 128; so do those of a target without attention (Mamba). Its RoPE
+    rotates all dimensions of a head, in two halves.
     Engines compute RoPE that changes with the text's length (dynamic, longrope) differently from transformers; it
     becomes the default RoPE with the same base.
     """
@@ -157,10 +165,10 @@ def llama_config(target: PretrainedConfig) -> LlamaConfig:
     rope = rope.get("full_attention", rope)  # some have one for each kind of layer
     kind = rope.get("rope_type") if rope.get("rope_type") in ROPES else "default"
     rope_values = {key: rope[key] for key in ("rope_theta", *ROPES[kind]) if rope.get(key) is not None}
-    heads, width = target.num_attention_heads, math.gcd(hidden, 128)
-    key_heads, head_dim = head_sizes(target)
-    if getattr(target, "kv_lora_rank", None) is not None:
-        heads, key_heads, head_dim = hidden // width, hidden // width, width
+    width = math.gcd(hidden, 128)
+    heads, key_heads, head_dim = hidden // width, hidden // width, width
+    if has_heads(target):
+        heads, (key_heads, head_dim) = target.num_attention_heads, head_sizes(target)
     llama = LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=hidden,
@@ -169,7 +177,7 @@ def llama_config(target: PretrainedConfig) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         head_dim=head_dim,
-        max_position_embeddings=target.max_position_embeddings,
+        max_position_embeddings=getattr(target, "max_position_embeddings", None) or 131_072,
         initializer_range=getattr(target, "initializer_range", 0.02),
         rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
         rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **rope_values},

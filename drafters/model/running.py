@@ -170,11 +170,11 @@ class RunningCache(KVCache):
 
     def commit_first(self, counts: list[int]) -> None:
         super().commit_first(counts)
-        self._choose(forget=not self.rewinds)
+        self._choose()
 
     def crop(self, lengths: list[int]) -> None:
         super().crop(lengths)
-        self._choose(forget=True)
+        self._choose()
 
     def copy_row(self, row: int, other: KVCache, number: int = 0) -> None:
         super().copy_row(row, other, number)
@@ -191,16 +191,17 @@ class RunningCache(KVCache):
         super().release()
         self._kept = {}
 
-    def _choose(self, forget: bool) -> None:
-        """Choose the states that have read ``lengths`` tokens; ``forget``: no others will be asked for."""
+    def _choose(self) -> None:
+        """Choose the states that have read ``lengths`` tokens, and keep the ``rewinds`` ones before them."""
         self._announced = None
         with torch.no_grad(), model_time():
             for kept in self._kept.values():
                 state = self._after(kept, self.lengths)
-                if forget:
-                    kept[:] = [(list(self.lengths), state)]
-                elif state is not kept[-1][1]:
+                while kept and all(end > length for end, length in zip(kept[-1][0], self.lengths, strict=True)):
+                    kept.pop()
+                if not kept or kept[-1][1] is not state:
                     kept.append((list(self.lengths), state))
+                del kept[: -1 - self.rewinds]
 
     def _after(self, kept: list[tuple[list[int], LayerState]], lengths: list[int]) -> LayerState:
         """Return the state after ``lengths[b]`` tokens of sequence ``b``."""

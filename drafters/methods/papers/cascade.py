@@ -65,7 +65,8 @@ class CascadeDrafter(DraftModelDrafter):
         # Without EOS: the loop does not call ``observe`` after it, so ``propose`` checks for it instead.
         decoding = capacity, capacity, state.sampling, state.generator, frozenset[int]()
         self._state = DecodeState(self._drafting, [list(state.tokens[0])], *decoding)
-        self._state.prompt_lengths, self._state.cache.rewinds = [len(prompt)], True
+        self._state.prompt_lengths, self.inner.back = [len(prompt)], self.max_draft + self.back
+        self._state.cache.rewinds = 1 + self.inner.back
         rows = torch.tensor([prompt], device=self.draft_model.device)
         known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
         self._state.cache.commit_first([len(prompt)])
