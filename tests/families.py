@@ -48,7 +48,9 @@ CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_
 GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
 GRANITE |= {"attention_multiplier": 0.0625}
 
-LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LINEAR |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+LINEAR |= {"linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4}
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 BLOCKS = {"layers_block_type": ["mamba", "attention", "mamba"]}
 MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
