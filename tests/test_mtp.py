@@ -172,7 +172,16 @@ def with_layer(folder: Path, kind: str, family: str = "llama", shards: int = 1, 
     return head
 
 
-@pytest.mark.parametrize(("kind", "family"), [("qwen", "qwen3"), ("mimo", "qwen2"), ("deepseek", "glm4_moe")])
+FAMILIES = [
+    ("qwen", "qwen3"),
+    ("qwen", "qwen3_next"),
+    ("qwen", "qwen3_5_text"),
+    ("mimo", "qwen2"),
+    ("deepseek", "glm4_moe"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
 def test_the_layer_in_a_targets_files(tmp_path: Path, kind: str, family: str) -> None:
     """Catches tensors of another name, experts in another order, a layer that transformers' own loading trips over, and
     copies of embedding and LM head taken for the layer's."""
