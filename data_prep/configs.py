@@ -170,14 +170,19 @@ class EndpointConfig(Config):
 
     def check(self) -> None:
         """Raise ValueError if the address is invalid or holds a secret (a validator's message would print it)."""
-        parts = urlsplit(self.url)
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError(
-                "endpoint.url: give the address without user, password or query, because messages and files repeat it; "
-                "the key is read from the environment variable that endpoint.api_key_env names"
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"endpoint.url is {self.url!r}; give an address like http://localhost:8000/v1")
+        check_address(self.url, "endpoint.url", "endpoint.api_key_env")
+
+
+def check_address(url: str, key: str, key_of_secret: str) -> None:
+    """Raise ValueError if a server's address is invalid or holds a secret; ``key`` names it in the message."""
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(
+            f"{key}: give the address without user, password or query, because messages and files repeat it; "
+            f"the key is read from the environment variable that {key_of_secret} names"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{key} is {url!r}; give an address like http://localhost:8000/v1")
 
 
 class DrafterOptions(Config):

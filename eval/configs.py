@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
+from data_prep.configs import check_address
 from drafters.common.files import check_folder
 from drafters.common.paths import is_missing_folder
 from drafters.common.wording import shortened
@@ -365,6 +366,37 @@ class ParityConfig(Config):
     def _check(self) -> Self:
         if self.engine == "ours" and (self.python is not None or self.module is not None):
             raise ValueError("python and module are of another engine, and engine is ours; leave them out")
+        return self
+
+
+class LoadConfig(Config):
+    """eval.load: served endpoints, prompts, and the numbers of requests in flight."""
+
+    endpoints: dict[str, str] = Field(min_length=1, description="address up to /v1 by label, say 4: four draft tokens")
+    baseline: str | None = Field(None, description="label of the endpoint without a drafter")
+    prompts: PromptsConfig
+    requests: Annotated[list[Annotated[Size, Field(ge=1)]], DISTINCT] = Field([1, 8, 32], min_length=1)
+    model: str | None = Field(None, description="the server's name of the model; None: the first that it lists")
+    max_new_tokens: Length = Field(128, ge=2)
+    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
+    parts: Size = Field(2, ge=1, description="parts of the prompts; endpoints take turns part by part")
+    timeout: float = Field(300.0, gt=0, description="seconds after which a request is given up")
+    extra: dict[str, Any] = Field({}, description="further keys of a request, for example {ignore_eos: true}")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the API key")
+    seed: Seed = Field(0, description="of the intervals")
+    out: Path = Path("runs/load")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        keys = ("context_tokens", "max_prompt_tokens", "per_category", "consecutive")
+        if given := [key for key in keys if getattr(self.prompts, key) is not None]:
+            raise ValueError(
+                f"prompts.{given[0]} is given, but a server's prompts are not tokenised here; leave it out"
+            )
+        if self.baseline is not None and self.baseline not in self.endpoints:
+            raise ValueError(f"baseline is {self.baseline!r}, the endpoints are {list(self.endpoints)}; name one")
+        for label, url in self.endpoints.items():
+            check_address(url, f"endpoints.{label}", "api_key_env")
         return self
 
 

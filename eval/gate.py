@@ -16,7 +16,7 @@ from drafters.cli.program import CommandLine, above_zero, command, keeping, posi
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import validate
-from eval.prompts.choice import PromptsConfig, check_prompt_files
+from eval.prompts.choice import PromptsConfig, check_prompt_files, source_key
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,8 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def prompts(source: str | Path, parsed: argparse.Namespace, apart_from: list[Path]) -> PromptsConfig:
     """Return the prompts of a file, or of a suite by its name or YAML file; ValueError if they cannot be read."""
-    kind = "file" if str(source).endswith((".jsonl", ".json", ".gz")) else "suite"
-    keys = {kind: str(source), "count": parsed.prompts, "max_prompt_tokens": parsed.longest, "apart_from": apart_from}
+    keys = {
+        source_key(str(source)): str(source),
+        "count": parsed.prompts,
+        "max_prompt_tokens": parsed.longest,
+        "apart_from": apart_from,
+    }
     return validate(PromptsConfig, keys, "the command line")
 
 

@@ -100,6 +100,11 @@ def check_prompt_files(config: PromptsConfig) -> None:
     check_context_files(config.context_files)
 
 
+def source_key(source: str) -> str:
+    """Return the key of a source on a command line: file or suite."""
+    return "file" if source.endswith((".jsonl", ".json", ".gz")) else "suite"
+
+
 def shown_sizes(batches: Sequence[int]) -> str:
     """Return batch sizes as text: "1, 2 and 4"."""
     *before, last = map(str, batches)

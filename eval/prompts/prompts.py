@@ -1,6 +1,7 @@
 """Prompt files to token ids, with the chat template: which prompts a run decodes, how long and in which order."""
 
 import itertools
+import json
 import math
 import random
 from collections import Counter
@@ -127,6 +128,32 @@ def load_prompts(
         measured = in_turns(measured, config.consecutive, config.categories)
     shown = ", ".join(dict.fromkeys(formats)) or "suite"
     return PromptSet(config, shown, files_sha256(config.read_files), measured, spare, skipped, requested)
+
+
+def load_questions(config: PromptsConfig) -> tuple[list[Record], list[Record], Counter[str]]:
+    """Return the questions to measure, the unused ones, and why others were skipped; for a server, without a tokenizer.
+
+    Order and choice are those of ``load_prompts``, except that a prompt's number of tokens is not known.
+
+    Raises:
+        ValueError: a missing file or category, or no question.
+    """
+    check_prompt_files(config)
+    skipped = Counter[str]()
+    records = _of_categories(config, _records(config, [detect_format(file) for file in config.files], skipped), skipped)
+    random.Random(config.seed).shuffle(records)
+    asked = {key for file in config.apart_from for key in asked_questions(file)}
+    usable: dict[str, Record] = {}
+    for record in records:
+        text = json.dumps([[message["role"], message["content"]] for message in record.messages])
+        if any(same_question(m["content"]) in asked for m in record.messages if m["role"] == "user"):
+            skipped["asked_elsewhere"] += 1
+        elif usable.setdefault(text, record) is not record:
+            skipped["duplicate"] += 1
+    if not usable:
+        raise ValueError(f"{config.shown_files}: no question can be used; skipped: {dict(skipped)}; give another file")
+    questions = list(usable.values())
+    return questions[: config.count], questions[config.count or len(questions) :], skipped
 
 
 def in_whole_batches(prompts: PromptSet, batches: Sequence[int]) -> PromptSet:
