@@ -22,7 +22,7 @@ from typing import Any
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_folder, replace_json, replace_text
-from eval.report.goals import Ending, Goal, Section, page, read_ending
+from eval.report.goals import Ending, Goal, Section, page, read_endings
 from eval.report.tables import tail
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,7 +158,7 @@ def run_part(part: Section, folder: Path) -> Ending:
         reason += f": {printed[-1].strip()[:200]}"
     shown = [shlex.join(["python", *line[1:]] if line[0] == PYTHON else line) for line in lines]
     seconds = round(time.monotonic() - began, 1)
-    return Ending(part=part.name, ended=ended, reason=reason, seconds=seconds, commands=shown)
+    return Ending(ended=ended, reason=reason, seconds=seconds, commands=shown)
 
 
 def _run(line: list[str], log: Any, seconds: float) -> int | None:
@@ -180,14 +180,13 @@ def _run(line: list[str], log: Any, seconds: float) -> int | None:
 def run(parts: list[Section], out: Path, again: list[str], minutes: float | None) -> dict[str, Ending]:
     """Run the parts that are not done, and write the page after each."""
     began = time.monotonic()
-    files = {part.name: out / part.name / "part.json" for part in PARTS}
-    outcomes = {name: read_ending(file) for name, file in files.items() if file.is_file()}
+    outcomes = read_endings(out / "parts.json")
     for number, part in enumerate(parts, 1):
         if part.name in outcomes and outcomes[part.name].ended == "done" and part.name not in again:
             continue
         if lacking := [name for name in part.needs if find_spec(name) is None]:
             reason = f"needs {' and '.join(lacking)}, not installed here"
-            outcome = Ending(part=part.name, ended="skipped", reason=reason)
+            outcome = Ending(ended="skipped", reason=reason)
         elif minutes is not None and 60 * minutes - (time.monotonic() - began) < part.seconds:
             print(f"{part.name}: not begun, its limit of {part.seconds} s is more than is left", flush=True)
             continue
@@ -196,8 +195,7 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
             outcome = run_part(part, out / part.name)
         print(f"    {outcome.ended} {outcome.reason}", flush=True)
         outcomes[part.name] = outcome
-        (out / part.name).mkdir(parents=True, exist_ok=True)
-        replace_json(out / part.name / "part.json", outcome.model_dump())
+        replace_json(out / "parts.json", {name: each.model_dump() for name, each in outcomes.items()})
         replace_text(out / "gpu.md", page(PARTS, GOALS, out, outcomes))
     replace_text(out / "gpu.md", page(PARTS, GOALS, out, outcomes))
     return outcomes

@@ -71,7 +71,7 @@ def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "exact").mkdir()
     with simulated_cuda():
         gpu_exact.main(["--out", str(tmp_path / "exact" / "exact.json"), "--new-tokens", "6"])
-    outcomes = {"exact": Ending(part="exact", ended="done")}
+    outcomes = {"exact": Ending(ended="done")}
     judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
     assert [met for _, met in judged[:4]] == ["yes"] * 4 and judged[0][0] == "0"  # the last compares times
 

@@ -8,7 +8,11 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-LINE = re.compile(r"^(?:vllm|sglang):(\w+?)_total(?:\{.*\})? ([-+0-9.eE]+)(?: \d+)?$", re.MULTILINE)
+NAMES = (
+    "spec_decode_num_(?:drafts|draft_tokens|accepted_tokens)|prefix_cache_(?:queries|hits)"  # vLLM
+    "|spec_verify_calls|num_requests|cached_tokens|(?:prompt|generation)_tokens"  # SGLang; the last two are vLLM's, too
+)
+LINE = re.compile(rf"^(?:vllm|sglang):({NAMES})_total(?:\{{.*\}})? ([-+0-9.eE]+)(?: \d+)?$", re.MULTILINE)
 
 
 def read_counters(text: str) -> dict[str, float]:

@@ -9,7 +9,6 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def measure(config: LoadConfig, argv: list[str], console: Console) -> Iterator[d
             answers, gains = take_turn(endpoint, [plain(questions[at]) for at in part], others, in_flight)
             answered = sum(answer.outcome == "answered" for answer in answers)
             say(console, f"{endpoint.label}, {in_flight} in flight: {answered} of {len(part)} answered")
-            rows = [{"prompt": at, **asdict(answer)} for at, answer in zip(part, answers, strict=True)]
+            rows = [{"prompt": at, **answer.stored()} for at, answer in zip(part, answers, strict=True)]
             data["turns"].append({"endpoint": endpoint.label, "in_flight": in_flight, "answers": rows, "gains": gains})
             data["environment"]["load_average"].append(load_average())
             yield data

@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from eval.configs import LoadConfig
@@ -34,6 +34,11 @@ class Answer:
     first: float | None = None
     tokens: int = 0
     detail: str = ""
+
+    def stored(self) -> dict[str, Any]:
+        """Return the fields for a JSON file, without those that have their default; times are rounded to 0.01 ms."""
+        fields = {key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(self).items()}
+        return {key: value for key, value in fields.items() if value not in (None, "")}
 
     @property
     def per_token(self) -> float | None:

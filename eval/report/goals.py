@@ -52,20 +52,20 @@ class Goal:
 
 
 class Ending(Config):
-    """How a part ended: "done", "failed", "out of time", "interrupted" or "skipped", and why; stored in part.json."""
+    """How a part ended: "done", "failed", "out of time", "interrupted" or "skipped", and why."""
 
     model_config = ConfigDict(strict=True)
-    part: str
     ended: str
     reason: str = ""
     seconds: float = 0.0
     commands: list[str] = []
 
 
-def read_ending(file: Path) -> Ending:
-    """Return the ending in a part.json; ValueError if it is damaged."""
-    wrong = f"{file} is damaged, delete it to run its part again"
-    return validate(Ending, json_object(file, f"{wrong}: it"), wrong)
+def read_endings(file: Path) -> dict[str, Ending]:
+    """Return the endings in a parts.json by part, none without the file; ValueError if it is damaged."""
+    wrong = f"{file} is damaged, delete it to run all parts again"
+    stored = json_object(file, f"{wrong}: it") if file.is_file() else {}
+    return {name: validate(Ending, ending, f"{wrong}: {name}") for name, ending in stored.items()}
 
 
 def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
@@ -102,7 +102,7 @@ def page(parts: Sequence[Section], goals: Sequence[Goal], out: Path, outcomes: d
     lines += [f"{reached} of {wanted} goals met.", ""]
     rows = []
     for part in parts:
-        outcome = outcomes.get(part.name, Ending(part=part.name, ended="not run yet"))
+        outcome = outcomes.get(part.name, Ending(ended="not run yet"))
         ended = f"{outcome.ended}: {outcome.reason}" if outcome.reason else outcome.ended
         last = f"`{outcome.commands[-1]}`" if outcome.commands else ""
         rows.append([part.name, part.about, ended, last, f"{outcome.seconds:.0f}"])
