@@ -395,9 +395,14 @@ class LoadConfig(Config):
             )
         if self.baseline is not None and self.baseline not in self.endpoints:
             raise ValueError(f"baseline is {self.baseline!r}, the endpoints are {list(self.endpoints)}; name one")
+        return self
+
+    def check(self) -> None:
+        """Raise ValueError for a wrong address (a validator's message would print its password) or a missing file."""
         for label, url in self.endpoints.items():
             check_address(url, f"endpoints.{label}", "api_key_env")
-        return self
+        check_prompt_files(self.prompts)
+        check_folder(self.out, "--out")
 
 
 class RooflineConfig(Config):

@@ -15,10 +15,9 @@ import json
 from typing import Any
 
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
-from drafters.common.files import check_folder
 from drafters.config import from_overrides
 from eval.configs import LoadConfig
-from eval.prompts.choice import check_prompt_files, source_key
+from eval.prompts.choice import source_key
 
 PLAIN, SERVED = "plain", "served"  # labels of a baseline and of an endpoint that have none
 
@@ -60,20 +59,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", help="folder (default runs/load)")
     parsed = parser.parse(arguments)
     config = read_config(parsed)
-    check_prompt_files(config.prompts)
-    check_folder(config.out, "--out")
+    config.check()
 
     from rich.console import Console
 
     from eval.figures.load import rows_of
     from eval.measure.load import measure
-    from eval.report.load_page import choice_table, figures_table, markdown, remarks
+    from eval.report.load_page import choice_table, figures_table, last_turn, markdown, remarks
     from eval.report.tables import make_console, say, write_page
 
     console, quiet = make_console(), Console(quiet=True)
     with keeping(lambda: f"turns so far are in {config.out}; to start again: {command()}"):
-        for report in measure(config, parsed.command, console):
+        for report in measure(config, parsed.command):
             report["rows"] = rows_of(report, config.seed)
+            say(console, last_turn(report))
             write_page(report, markdown(report), config.out, "load", quiet)
         for line in [*choice_table(report), "", *figures_table(report["rows"]), *remarks(report)]:
             say(console, line)

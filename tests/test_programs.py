@@ -104,6 +104,17 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--checkpoint", "./none", "--target", TARGET, "--engine", "ours"], "--checkpoint: there is no folder ./none"),
         (["--checkpoint", "checkpoints/stdlib-eagle", "--target", "./none", "--engine", "ours"], NO_FOLDER),
     ],
+    "eval.load": [
+        (["--prompts", "none.jsonl", "--endpoint", "http://localhost:1/v1"], "no prompt file at none.jsonl"),
+        (
+            ["--prompts", "prompts.jsonl", "--endpoint", "localhost:8000"],
+            "endpoints.served is 'localhost:8000'",
+        ),
+        (
+            ["--prompts", "prompts.jsonl", "--endpoint", "http://u:p@h/v1"],
+            "endpoints.served: give the address without",
+        ),
+    ],
     "eval.compare": [
         (["none", "none"], "there is no none/report.json; give the folders of two reports"),
         (["none"], "there is no none; python -m eval.speed writes it"),

@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from drafters.common.provenance import changes, code_state, cpu_name, load_average
 from drafters.common.wording import json_object
 from eval.configs import LoadConfig
@@ -23,13 +21,12 @@ from eval.measure.stream import Answer, Endpoint
 from eval.prompts.prompt_files import Record, files_sha256
 from eval.prompts.prompts import load_questions
 from eval.prompts.suites import WARM_UP
-from eval.report.tables import say
 
 Messages = list[dict[str, Any]]
 FILE = "load.json"
 
 
-def measure(config: LoadConfig, argv: list[str], console: Console) -> Iterator[dict[str, Any]]:
+def measure(config: LoadConfig, argv: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the measurement after each turn: what ``eval.figures.load`` reads, with other endpoints' earlier turns.
 
     Raises:
@@ -44,8 +41,6 @@ def measure(config: LoadConfig, argv: list[str], console: Console) -> Iterator[d
     for (number, part), (level, in_flight) in itertools.product(enumerate(parts), enumerate(config.requests)):
         for endpoint in endpoints if (number + level) % 2 == 0 else endpoints[::-1]:
             answers, gains = take_turn(endpoint, [plain(questions[at]) for at in part], others, in_flight)
-            answered = sum(answer.outcome == "answered" for answer in answers)
-            say(console, f"{endpoint.label}, {in_flight} in flight: {answered} of {len(part)} answered")
             rows = [{"prompt": at, **answer.stored()} for at, answer in zip(part, answers, strict=True)]
             data["turns"].append({"endpoint": endpoint.label, "in_flight": in_flight, "answers": rows, "gains": gains})
             data["environment"]["load_average"].append(load_average())

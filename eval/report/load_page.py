@@ -32,6 +32,13 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "## To run it again", "", *(f"    {command}" for command in commands), ""])
 
 
+def last_turn(data: dict[str, Any]) -> str:
+    """Return the line about the turn that has just ended."""
+    turn = data["turns"][-1]
+    answered = sum(answer["outcome"] == "answered" for answer in turn["answers"])
+    return f"{turn['endpoint']}, {turn['in_flight']} in flight: {answered} of {len(turn['answers'])} answered"
+
+
 def choice_table(report: dict[str, Any]) -> list[str]:
     """Return ratios to the baseline by endpoint and number of requests, and what to serve with."""
     rows, plain = report["rows"], report["baseline"]
