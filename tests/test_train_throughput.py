@@ -74,3 +74,15 @@ def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, 
     assert not (tmp_path / "run").exists()
     printed = capsys.readouterr().out
     assert "ratio  " in printed and "times the tokens/s (median of 2 rounds)" in printed
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+def test_a_method_without_plain_formulation_is_measured_alone(method: str, tmp_path: Path) -> None:
+    """Catches an error in the middle of a measurement on a GPU, and blocks that are trained without anchors."""
+    shape = "hidden=64,vocab=128,heads=4,kv_heads=2,intermediate=64"
+    options = ["--shape", shape, "--method", method, "--rounds", "1", "--steps", "1", "--tokens", "100"]
+    options += ["--peak-tflops", "0.1", "--out", str(tmp_path / "result.json"), "precision=float32"]
+    assert throughput.main(options) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["sides"] == ["ours"] and result["ratio"] is None
+    assert result["ours"]["tokens_per_second"] > 0 and result["ours"]["mfu"] > 0

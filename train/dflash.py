@@ -234,9 +234,6 @@ class DFlashTask(Task):
             ratios[f"slot_{k + 1}_expected_acceptance"] = mean(overlap[slot == k])
         return ratios
 
-    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        raise NotImplementedError("a block drafter predicts slots of blocks: pairs")
-
 
 def rows_of(anchors: Tensor, slots: int) -> Tensor:
     """int64 ``[m, K]``: the positions of a dialogue whose next tokens the blocks behind ``anchors [m]`` predict."""

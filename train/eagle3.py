@@ -18,7 +18,6 @@ from train.preflight.command import program
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(Eagle3Config, __doc__)
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -74,9 +73,6 @@ class Eagle3Task(UnrolledTask):
         if self.heads.ids is not None and self.config.mask_uncovered:
             drafted = torch.isin(self.heads.first_choice(targets), self.heads.ids.to(targets.device)).float()
         return decay[:, None] * drafted
-
-    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        raise NotImplementedError("an EAGLE-3 head is trained on several steps: pairs")
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         """L; and the loss of each step, which does not count for less than the first one's."""

@@ -45,7 +45,6 @@ class MTPConfig(TrainConfig):
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(MTPConfig, __doc__)
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,9 +113,6 @@ class MTPTask(UnrolledTask):
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]
         return Pairs(self.chains(module, batch, seed), targets)
-
-    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        raise NotImplementedError("an MTP layer is trained on several steps: pairs")
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         """L; and the loss of each step."""

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -63,15 +63,16 @@ class Bench:
     device: torch.device
     # Side and number of a round -> its optimiser steps, each a list of micro-batches.
     batches: Callable[[str, int], Generator[list[Batch], None, None]]
+    sides: tuple[str, ...]
     what: dict[str, Any]  # facts for the report
 
     def run(self, rounds: int, progress: Any) -> tuple[dict[str, list[Round]], dict[str, str]]:
         """Alternate between the sides, after a round of warm-up; return their rounds, and who had too little memory."""
-        done: dict[str, list[Round]] = {name: [] for name in SIDES}
+        done: dict[str, list[Round]] = {name: [] for name in self.sides}
         failed: dict[str, str] = {}
         cost = training_cost(self.task)
         for number in range(rounds + 1):
-            for name in SIDES if number % 2 else reversed(SIDES):
+            for name in self.sides if number % 2 else reversed(self.sides):
                 if name in failed:
                     continue
                 try:
@@ -104,7 +105,7 @@ class Bench:
         return done
 
     def _step(self, name: str, micro_batches: list[Batch]) -> int:
-        batches = [replace(batch, rows=self.task.rows(batch)) for batch in micro_batches]
+        batches = [self.task.choose(batch, seed=0) for batch in micro_batches]
         trained = sum(len(batch.rows) for batch in batches)
         for batch in batches:
             batch = batch.to(self.device, dtype_of(self.task.config))
@@ -130,6 +131,7 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
         raise ValueError("the throughput of features: online is the target's; give a config with a store")
     start(config)
     task = make_task(config, inputs.ends)
+    sides = sides_of(task)
     engine = Engine(task.module, config)
     task.ends.to(engine.device)
     data = TrainData(store, config, pin=engine.device.type == "cuda")
@@ -140,7 +142,8 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
             f"an epoch of {config.features} has {len(plan)} batches of {config.batch_tokens} tokens, fewer than "
             f"{arguments.rounds + 1} rounds; lower --rounds or batch_tokens"
         )
-    write_samples(store, sorted({index for batch in plan for index in batch}), folder)
+    if "plain" in sides:
+        write_samples(store, sorted({index for batch in plan for index in batch}), folder)
 
     def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
         if name == "plain":
@@ -152,7 +155,7 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
                 yield next(stream).batches
 
     what = {"steps_a_round": steps, "optimizer": "DeepSpeed's", "store_bytes": store.manifest.size}
-    return Bench(task, engine, engine.device, batches, what)
+    return Bench(task, engine, engine.device, batches, sides, what)
 
 
 def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[str, int]) -> Bench:
@@ -168,14 +171,16 @@ def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[s
     plan = _plan(config, lengths, arguments.steps)
     with torch.device(device):
         task = make_task(config, meta_ends(target, str(device), dtype_of(config)))
+    sides = sides_of(task)
     with exact_buffers(task.module):
         task.module.to(device, dtype_of(config))
     store: Any = RandomStore(config, target, lengths, ANSWERS)
-    ready: dict[str, list[list[Batch]]] = {"ours": [], "plain": []}
+    ready: dict[str, list[list[Batch]]] = {name: [] for name in sides}
     for batch in plan:
         shares = split_evenly(batch, lengths, config.gradient_accumulation)
         ready["ours"].append([collate(store, share, config.taps) for share in shares])
-        ready["plain"].append([pad([(i, store[i]) for i in share]) for share in shares])
+        if "plain" in sides:
+            ready["plain"].append([pad([(i, store[i]) for i in share]) for share in shares])
     if device.type == "cuda":
         ready = {name: [[each.pin_memory() for each in step] for step in steps] for name, steps in ready.items()}
     what = {
@@ -188,7 +193,8 @@ def from_shape(config: TrainConfig, arguments: argparse.Namespace, shape: dict[s
         "steps_a_round": len(plan),
         "optimizer": "AdamW, float32 masters",
     }
-    return Bench(task, MasterAdamW(task.module, config), device, lambda name, _: (step for step in ready[name]), what)
+    stored = lambda name, _: (step for step in ready[name])  # noqa: E731
+    return Bench(task, MasterAdamW(task.module, config), device, stored, sides, what)
 
 
 def _plan(config: TrainConfig, lengths: list[int], most: int | None = None) -> list[list[int]]:
@@ -225,22 +231,44 @@ def measure(config: TrainConfig, shape: dict[str, int] | None, arguments: argpar
     """Measure on the run's store, or on random features of a shape; print and write the result."""
     with tempfile.TemporaryDirectory() as folder:
         bench = from_config(config, arguments, Path(folder)) if shape is None else from_shape(config, arguments, shape)
-        with Bar(total=2 * (arguments.rounds + 1), unit="round") as progress:
+        with Bar(total=len(bench.sides) * (arguments.rounds + 1), unit="round") as progress:
             done, failed = bench.run(arguments.rounds, progress)
     peak = arguments.peak_tflops or peak_tflops(bench.device)
-    result: dict[str, Any] = {"sides": list(SIDES)}
+    result: dict[str, Any] = {"sides": list(bench.sides)}
     result |= {name: figures(rounds, failed.get(name), peak) for name, rounds in done.items()}
-    first, second = done.values()
-    ratios = [one.tokens_per_second / other.tokens_per_second for one, other in zip(first, second, strict=False)]
-    result["ratio"] = median(ratios) if ratios else None
-    if all(result[name]["peak_bytes"] for name in done):
-        one, other = (result[name]["peak_bytes"] for name in done)
-        result["peak_ratio"] = one / other
+    result |= ratios(result, done)
     result |= {**bench.what, "config": config.model_dump(mode="json"), "environment": measured_on(bench.device)}
     print(describe(result))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         replace_json(arguments.out, result)
+
+
+def sides_of(task: Task) -> tuple[str, ...]:
+    """Return both sides, or ours of a task without a plain formulation.
+
+    Raises:
+        ValueError: the plain formulation lacks the config's loss.
+    """
+    if type(task).predict is Task.predict:
+        return SIDES[:1]
+    plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1, "labels": "target"}
+    settings = {key: getattr(task.config, key, value) for key, value in plain.items()}
+    if others := {key: value for key, value in settings.items() if value != plain[key]}:
+        fixed = " ".join(f"{key}={plain[key]}" for key in others)
+        raise ValueError(f"the plain formulation has a loss without {', '.join(others)}; set {fixed}")
+    return SIDES
+
+
+def ratios(result: dict[str, Any], done: dict[str, list[Round]]) -> dict[str, float | None]:
+    """Our tokens/s over the plain side's, the median of rounds; with a GPU, our peak memory over its."""
+    if len(done) == 1:
+        return {"ratio": None}
+    ours, plain = done.values()
+    speeds = [one.tokens_per_second / other.tokens_per_second for one, other in zip(ours, plain, strict=False)]
+    found = {"ratio": median(speeds) if speeds else None}
+    peaks = [result[name]["peak_bytes"] for name in done]
+    return found | ({"peak_ratio": peaks[0] / peaks[1]} if all(peaks) else {})
 
 
 def figures(rounds: list[Round], failed: str | None, peak: float | None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ A task returns sums and counts, never means: the loop adds them up over micro-ba
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -44,7 +43,7 @@ def mean(values: Tensor) -> Ratio:
     return Ratio(values.sum(), torch.tensor(values.numel(), device=values.device))
 
 
-class Task(ABC):
+class Task:
     """One drafter's training.
 
     Class attributes:
@@ -170,9 +169,12 @@ class Task(ABC):
         """The batch that the module reads in training instead of ``batch``."""
         return batch
 
-    @abstractmethod
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """The module's outputs as they enter the LM head, ``[R, L, h]``; or S of them, ``[S, R, L, h]``."""
+        """The module's outputs as they enter the LM head, ``[R, L, h]``; or S of them, ``[S, R, L, h]``.
+
+        A task with its own ``pairs`` may lack it. ``train.tools.throughput`` then has no plain formulation of it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} predicts by pairs")
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         """Named sums over the n tokens; "loss" is differentiated, the others are logged."""
