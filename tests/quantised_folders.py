@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,13 +27,18 @@ def rewrite(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor] | No
 
 
 def fp8(folder: Path) -> None:
-    """Projections in FP8, one block each: DeepSeek-V3, Qwen3-FP8."""
+    """Projections in FP8, a scale for each block of 128 x 128: DeepSeek-V3, Qwen3-FP8."""
 
     def change(key: str, value: Tensor) -> dict[str, Tensor] | None:
         if "proj" not in key:
             return None
-        scale = value.float().abs().max() / 448
-        return {key: (value / scale).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale.reshape(1, 1)}
+        rows, columns = value.shape
+        blocks = (
+            F.pad(value.float(), (0, -columns % 128, 0, -rows % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        )
+        scale = blocks.abs().amax((1, 3)) / 448  # [blocks of rows, blocks of columns]
+        each = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        return {key: (value / each).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale}
 
     rewrite(folder, change, quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
 

@@ -1,10 +1,14 @@
 """`make gpu`: its commands are ones that their programs take, its page says what was met, a killed run goes on."""
 
 import sys
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import gpu_exact
+import gpu_quantised
 import pytest
 from simulated_cuda import simulated_cuda
 
@@ -14,11 +18,16 @@ import eval.speed
 import train.bench.report
 import train.tools.throughput
 from data_prep.configs import FeaturesConfig
-from drafters.config import load_config
+from drafters.config import from_overrides, load_config
+from eval.configs import LosslessConfig, SpeedConfig
 from eval.gpu import GOALS, PARTS
 from eval.report.goals import Ending, Section, judge
 from train.configs import schema_of
 from train.preflight.command import parse_arguments
+
+# Files that the programs name themselves.
+MEASURED_ELSEWHERE = "roofline-llama-7b.json roofline-llama-7b-int8.json roofline-llama-7b-int4.json report.json "
+MEASURED_ELSEWHERE += "lossless.json manifest.json"
 
 
 def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60) -> Section:
@@ -29,35 +38,34 @@ def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an option, a key or a value that its program refuses: on a GPU the part would end in seconds, and
-    nothing would be measured."""
+    nothing would be measured. Also a part of more than four minutes."""
     ran: list[str] = []
-    steps = {
-        "eval.roofline": "eval.rooflines.shape_page.measure_and_write",
-        "eval.speed": "eval.report.measured.measure_and_report",
-        "train.tools.throughput": "train.bench.report.measure",
+    programs: dict[str, tuple[Any, str]] = {
+        "eval.roofline": (eval.roofline, "eval.rooflines.shape_page.measure_and_write"),
+        "eval.speed": (eval.speed, "eval.report.measured.measure_and_report"),
+        "train.tools.throughput": (train.tools.throughput, "train.bench.report.measure"),
     }
-    for name, step in steps.items():
+    for name, (_, step) in programs.items():
         monkeypatch.setattr(step, lambda *given, name=name, **more: ran.append(name) or 0)
-    monkeypatch.setattr(FeaturesConfig, "check", lambda config: None)  # that the corpus was written
+    monkeypatch.setattr(SpeedConfig, "check_paths", lambda config: None)  # heads and prompts of earlier parts
     monkeypatch.chdir(eval.gpu.ROOT)
-    programs = {
-        "eval.roofline": eval.roofline,
-        "eval.speed": eval.speed,
-        "train.tools.throughput": train.tools.throughput,
-    }
-    line = [word.replace("{out}", str(tmp_path)) for word in part.commands[-1]]
-    if line[1] == "-m":
-        prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text("")
-        more = [f"prompts.file={prompts}"] if line[2] == "eval.speed" else []
-        assert not programs[line[2]].main([*line[3:], *more])
-        assert len(ran) == 1 and ran[0].startswith(line[2])
-    elif "train/eagle.py" in line:
-        for words in (line, [word.replace("{out}", str(tmp_path)) for word in part.commands[-2]]):
-            given = parse_arguments(None, words[words.index("train/eagle.py") + 1 :])
-            load_config(schema_of("eagle"), given.config, given.overrides)
-    else:
-        assert line[1] == "tests/gpu_exact.py"
+    assert part.seconds <= 240 and part.result in " ".join(part.commands[-1]) + MEASURED_ELSEWHERE
+    for command in part.commands:
+        line = [word.replace("{out}", str(tmp_path)) for word in command]
+        if line[0] == "cp" or line[2] in ("data_prep.stdlib_corpus", "drafters.export"):
+            continue  # the rehearsal below runs them
+        if line[1] != "-m" and line[1].startswith("train/"):
+            given = parse_arguments(None, line[2:])
+            load_config(schema_of(Path(line[1]).stem), given.config, given.overrides)
+        elif line[1] != "-m":
+            assert (eval.gpu.ROOT / line[1]).is_file()
+        elif line[2] == "data_prep.features":
+            load_config(FeaturesConfig, line[4], line[5:])
+        elif line[2] == "eval.lossless":
+            from_overrides(LosslessConfig, [f"target.path={line[4]}", "drafter.drafter=dspark", *line[7:]])
+        else:
+            assert not programs[line[2]][0].main(line[3:])
+            assert ran.pop().startswith(line[2])
 
 
 def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +84,42 @@ def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest
     assert [met for _, met in judged[:4]] == ["yes"] * 4 and judged[0][0] == "0"  # the last compares times
 
 
+def test_quantised_targets_on_a_cpu(tmp_path: Path) -> None:
+    """Catches a fault in the part, and goals that do not find their figures."""
+    sizes = ["hidden_size=128", "intermediate_size=160", "num_hidden_layers=2", "num_attention_heads=4"]
+    words = ["--new-tokens", "4", *sizes, "num_key_value_heads=2", "vocab_size=512"]
+    (tmp_path / "quantised").mkdir()
+    gpu_quantised.main(["--out", str(tmp_path / "quantised/quantised.json"), "--folder", str(tmp_path), *words])
+    outcomes = {"quantised": Ending(ended="done")}
+    judged = {goal.text: judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "quantised"}
+    assert judged["fp8: logits from transformers' forward, of the largest"][1] == "yes"
+    assert float(judged["fp8: tokens/s over bf16's"][0]) > 0
+    assert find_spec("compressed_tensors") or "not measured" in judged["compressed w4a16: tokens/s over bf16's"][1]
+
+
+TINY = "hidden_size=64 intermediate_size=64 num_hidden_layers=6 num_attention_heads=4 num_key_value_heads=2 head_dim=16"
+SMALLER = {
+    "limit=200": "limit=12", "heldout_dialogues=16": "heldout_dialogues=4", "batch_tokens=8192": "batch_tokens=1024",
+    "minutes=1": "steps=2",
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_rehearsal_of_a_recipe_on_a_cpu(tmp_path: Path) -> None:
+    """Catches a fault between two steps of the recipe: features, training, export, its check."""
+    (part,) = (part for part in PARTS if part.name == "rehearsal")
+    more = {"gpu_target.py": [*TINY.split(), "vocab_size=4200"], "dspark.py": ["head.mask_token_id=4150", "layers=1"]}
+    lines = []
+    for line in part.commands:
+        line = [SMALLER.get(word, word).replace("runs/", f"{tmp_path}/") for word in line]
+        lines.append([*line, *more.get(Path(line[1]).name, [])])
+    parts = [replace(part, commands=lines, remakes=())]
+    ending = eval.gpu.run_part(parts[0], tmp_path / "out" / "rehearsal")
+    assert ending.ended == "done", ending.reason
+    speed = next(goal for goal in GOALS if goal.part == "rehearsal")
+    assert float(judge(speed, parts, tmp_path / "out", {"rehearsal": ending})[0].replace(",", "")) > 0
+
+
 def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a finished part that is measured again, one that failed and is not, and one that hangs for ever."""
     write = "import sys, pathlib; p = pathlib.Path(sys.argv[1]); p.write_text('{}'); q = p.with_name('times'); "
@@ -90,11 +134,13 @@ def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(eval.gpu, "PARTS", parts)
     monkeypatch.setattr(eval.gpu, "GOALS", [])
+    parts.append(replace(parts[0], name="bare", files=("no/such/answers",)))
     ended = {
         part.name: each for part, each in zip(parts, eval.gpu.run(parts, tmp_path, [], None).values(), strict=True)
     }
-    assert [each.ended for each in ended.values()] == ["done", "failed", "out of time", "skipped", "failed"]
+    assert [each.ended for each in ended.values()] == ["done", "failed", "out of time", "skipped", "failed", "skipped"]
     assert ended["bad"].reason.endswith("no such luck") and ended["empty"].reason == "it left no found.json"
+    assert ended["bare"].reason.startswith("there is no no/such/answers")
     assert "no_such_module" in ended["poor"].reason and ended["slow"].seconds < 20
     (tmp_path / "bad" / "found.json").write_text("{}")
     again = eval.gpu.run(parts[:2], tmp_path, [], None)

@@ -22,7 +22,8 @@ class Section:
         commands: run from the checkout's root; ``{out}`` is the part's folder. The last command measures.
         result: the JSON file that it writes into its folder.
         seconds: its time limit.
-        needs: modules that not every part needs.
+        needs: modules that not every part needs. files: files and folders that must exist.
+        remakes: folders that are deleted before the part begins.
     """
 
     name: str
@@ -31,6 +32,8 @@ class Section:
     result: str
     seconds: int
     needs: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    remakes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
