@@ -252,12 +252,32 @@ what differs.
 
 - engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself; graphs: a GPU captures `fused`
 - decoding: greedy tokens of plain decoding, prompt lookup, a draft model, EAGLE's chain and dynamic tree, EAGLE-3's
-  dynamic tree and DFlash's chain are those of stock `generate`
+  dynamic tree and DFlash's chain are those of stock `generate`; `chains`: the same with chains in place of trees
 - EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
 
 Of a multimodal folder (Gemma 3, Mistral 3, LLaVA, Qwen2.5-VL, Qwen3-VL) the text model is taken, for text only.
+
+## Running states
+Linear attention, Mamba and short convolutions keep one state per sequence, from which no token can be taken away. Such
+a layer reads a draft token by token, and the cache keeps the state after each, so a draft is a **chain**: set
+`tree: chain` for heads and `chain: true` for suffix and REST; `auto` chooses among chains. Lookahead, Ouroboros,
+SpecInfer, SpecTr, LLMCad and MJGD draft trees and are refused, as is MJSD with such a draft model. Other draft models
+may have running states. A cache holds one state per token of a draft, so long chains in large batches take memory.
+
+Seconds of a step of 6 tokens that keeps 3 of them, relative to three other steps; `python tests/undo_costs.py` on two
+busy cores, float32, one thread, 4 layers of hidden size 1,024 ([JSON](results/2-core-cpu/kept-counts.json)):
+
+| state | model | to one pass without undoing | to keeping all 6 | to one token |
+| --- | --- | ---: | ---: | ---: |
+| gated DeltaNet | qwen3_5_text | 1.22 | 0.98 | 2.64 |
+| Mamba 2 | bamba | 0.53 | 1.03 | 2.89 |
+| Mamba 1 | mamba | 1.01 | 1.01 | 2.97 |
+| convolution | lfm2 | 1.13 | 0.97 | 2.07 |
+| lightning attention | minimax | 1.09 | 1.05 | 2.59 |
+
+transformers pads a pass of Mamba 2 to 256 tokens, and its Mamba 1 also reads the one pass token by token.
 
 ## Quantised
 A checkpoint that transformers loads is decoded, captured and trained for. Each kind was tried on a CPU with a tiny

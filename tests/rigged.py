@@ -140,7 +140,8 @@ def _head(target: TargetModel, inputs: HeadInputs) -> EagleHead:
     """A random head: building one takes as long as some steps, so tests get copies."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return EagleHead(target.config, EagleShape(inputs=inputs))
+        layer: Any = "llama" if target.chains_only else "target"
+        return EagleHead(target.config, EagleShape(inputs=inputs, layer=layer))
 
 
 def eagle(target: TargetModel, noise: float | None, tree: str, **options: object) -> EagleDrafter:

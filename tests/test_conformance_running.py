@@ -16,7 +16,7 @@ def running(model: str, family: str) -> PreTrainedModel:
     return build(model, DECODED[model] | {"initializer_range": 0.3})
 
 
-DELTA, HYBRID = partial(running, "qwen3_next"), partial(running, "falcon_h1")
+DELTA, HYBRID = partial(running, "qwen3_5_text"), partial(running, "falcon_h1")
 LLAMA = ("llama",)
 
 TestPlain = conformance.brief(lambda t: make_drafter("autoregressive", t), build=DELTA, families=LLAMA)

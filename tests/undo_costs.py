@@ -1,15 +1,14 @@
-"""Cost of undoing a rejected part of a chain, by the kind of running state.
+"""Cost of a chain that can be taken back on targets with a running state, by the kind of state.
 
-    python tests/undo_costs.py              # prints the table
-    python tests/undo_costs.py FILE         # and writes it as JSON
+    python tests/undo_costs.py          # prints the table; with a JSON file as argument, also puts it in there
 
-Models of 4 layers, hidden 1,024, random weights in float32, with head shapes as in released configs. A step is a pass over
-6 tokens (a chain of 5 drafted ones) and its commit. Steps that keep all 6 tokens and steps that keep fewer alternate;
-the figure is the median of the ratios of neighbours.
+Models of 4 layers with hidden size 1,024 and random weights, float32, one thread. Steps of 6 tokens (a chain of 5)
+alternate: one keeps 3 tokens, one keeps all, and of one the tokens were announced: it reads them in one pass, and none
+can be taken back. A figure is the median of the ratios of neighbours.
 """
 
 import json
-import random
+import logging
 import statistics
 import sys
 import time
@@ -20,69 +19,68 @@ import torch
 from families import build
 
 from drafters import TargetModel
+from drafters.common.files import replace_text
+from drafters.common.machine import hardware
 
-CHAIN, CONTEXT, ROUNDS = 5, 64, 40
+CHAIN, KEPT, CONTEXT, ROUNDS = 5, 3, 64, 20
 SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "head_dim": 128}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 4096, "num_hidden_layers": 4, "initializer_range": 0.02}
-LINEAR = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+LINEAR = {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
 DELTA = {"linear_num_value_heads": 16, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
-DELTA |= {"linear_value_head_dim": 128, "layer_types": LINEAR}
-MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
+MAMBA2 = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
+CONV = {"layer_types": ["conv", "conv", "conv", "full_attention"]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gated DeltaNet": ("qwen3_5_text", DELTA),
-    "Mamba 2": ("bamba", MAMBA | {"attn_layer_indices": [3]}),
+    "gated DeltaNet": ("qwen3_5_text", DELTA | LINEAR | {"linear_value_head_dim": 128}),
+    "Mamba 2": ("bamba", MAMBA2 | {"attn_layer_indices": [3]}),
     "Mamba 1": ("mamba", {"state_size": 16, "intermediate_size": 2048, "time_step_rank": 64}),
-    "convolution": ("lfm2", {"layer_types": ["conv", "conv", "conv", "full_attention"]}),
-    "lightning attention": ("minimax", {"layer_types": LINEAR, "num_local_experts": 2}),
+    "convolution": ("lfm2", CONV),
+    "lightning attention": ("minimax", LINEAR | {"num_local_experts": 2}),
 }
 
 
-def main():
+@torch.inference_mode()
+def measure(family: str, changes: dict[str, Any]) -> dict[str, float]:
+    """Return the ratios of a family."""
+    target = TargetModel(build(family, SIZES | changes), name=family)
+    ids = torch.randint(3, target.vocab_size, (1, CONTEXT + 8 * (CHAIN + 1) * (ROUNDS + 3)))
+    cache = target.new_cache(1, ids.shape[1])
+    cache.expect([CONTEXT])
+    target.run(ids[:, :CONTEXT], cache)
+    cache.commit_first([CONTEXT])
+
+    def step(tokens: int, kept: int, announced: bool = False) -> float:
+        begin, start = cache.lengths[0], time.perf_counter()
+        if announced:
+            cache.expect([tokens])
+        target.lm_head(target.run(ids[:, begin : begin + tokens], cache).features)
+        cache.commit_first([kept])
+        return time.perf_counter() - start
+
+    rounds = []
+    for _ in range(ROUNDS + 2):
+        whole, part = step(CHAIN + 1, CHAIN + 1, announced=True), step(CHAIN + 1, KEPT)
+        rounds.append((part / whole, part / step(CHAIN + 1, CHAIN + 1), part / step(1, 1)))
+    names = ("to_one_pass", "to_keeping_all", "to_one_token")
+    return {name: statistics.median(values) for name, values in zip(names, zip(*rounds[2:], strict=True), strict=True)}
+
+
+def main() -> None:
+    """Measure all kinds."""
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kinds = {}
     for kind, (family, changes) in KINDS.items():
-        target = TargetModel(build(family, SIZES | changes), name=family)
-        ids = torch.randint(3, 4096, (1, CONTEXT + 4000))
-        cache = target.new_cache(1, CONTEXT + 4000)
-        cache.expect([CONTEXT])
-        target.run(ids[:, :CONTEXT], cache)
-        cache.commit_first([CONTEXT])
-
-        def step(n, kept, whole=False):
-            at = cache.lengths[0]
-            t = time.perf_counter()
-            if whole:
-                cache.expect([n])
-            target.lm_head(target.run(ids[:, at : at + n], cache).features)
-            cache.commit_first([kept])
-            return time.perf_counter() - t
-
-        for _ in range(2):
-            step(6, 3)
-            step(6, 6, True)
-            step(1, 1)
-        R = {k: [] for k in ("undo/whole", "whole/one", "undo/one", "kept3/kept6")}
-        T = []
-        for i in range(12):
-            o = step(1, 1)
-            u = step(6, 3)
-            w = step(6, 6, True)
-            u6 = step(6, 6)
-            R["undo/whole"].append(u / w)
-            R["whole/one"].append(w / o)
-            R["undo/one"].append(u / o)
-            R["kept3/kept6"].append(u / u6)
-            T.append(o)
-        print(
-            kind,
-            {k: round(statistics.median(v), 2) for k, v in R.items()},
-            round(1e3 * statistics.median(T)),
-            sum(p.numel() for p in target.model.parameters()),
-            flush=True,
-        )
+        kinds[kind] = {"family": family, **measure(family, changes)}
+        print(f"| {kind} | {family} |", *(f"{kinds[kind][name]:.2f} |" for name in list(kinds[kind])[1:]), flush=True)
+    if sys.argv[1:]:
+        file = Path(sys.argv[1])
+        settings = {"chain": CHAIN, "kept": KEPT, "hidden_size": 1024, "layers": 4, "dtype": "float32", "threads": 1}
+        settings |= {"torch": str(torch.__version__), "command": f"python {' '.join(sys.argv)}"}
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        settings |= hardware(torch.device("cpu")) | {"kinds": kinds}
+        replace_text(file, json.dumps(known | {"undo_costs": settings}, indent=1) + "\n")
 
 
-import logging
-
-logging.disable(logging.WARNING)
-with torch.inference_mode():
+if __name__ == "__main__":
     main()
