@@ -5,7 +5,6 @@ scaled embeddings, capped logits, norms in any order, sinks, latent attention an
 """
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 WITHOUT_ROWS = {
     "indexed_attention": "choose the tokens that they attend to by an index of their own, which takes no tree"
 }
-
-
 RUNNING = {"linear_attention", "mamba", "conv", "hybrid"}  # layers with a running state
 # Models whose scan over several tokens begins without a state in transformers (Mamba 1).
 FROM_ZERO = {"falcon_mamba", "jamba", "mamba", "zamba"}
@@ -110,7 +107,6 @@ class StockRunner(Runner):
         # learned positions has no entry for them.
         self._last_position = (getattr(model.config, "max_position_embeddings", None) or 1 << 30) - 1
         self._cache_name = cache_argument(self.body)
-        self._takes = inspect.signature(self.body.forward).parameters
         self._bodies: dict[tuple[int, int | None, tuple[int, ...]], Any] = {}  # variants of the body, as forwards need
         self._noted = _Noted()
 
@@ -163,7 +159,7 @@ class StockRunner(Runner):
             masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in scopes.items()}
             # One mask, or one for each type of layer. Of one mask, transformers passes nothing to layers with a state.
             named["attention_mask"] = masks.get("", masks) if not self.mixers else next(iter(masks.values()), None)
-        if "position_ids" in self._takes and (cache is not None or not own_mask):
+        if self._cache_name != "cache_params" and (cache is not None or not own_mask):  # Mamba has no positions
             named["position_ids"] = placed.positions().clamp_max(self._last_position)
         if cache is not None:
             named[self._cache_name] = cache.for_layers() if isinstance(cache, RunningCache) else LayerCache(cache)
