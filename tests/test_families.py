@@ -75,7 +75,7 @@ def known(family: str) -> None:
 
 # make test tries these, which have every kind of mask, cap, factor and expert, and make test-long the others.
 KINDS = {"llama", "mixtral", "qwen3", "qwen3_moe", "glm4", "phi3", "gpt_oss", "gpt2", "deepseek_v3", "gemma3_text"}
-KINDS |= {"gemma4_text", "granite", "cohere2", "llama4_text"}
+KINDS |= {"gemma4_text", "granite", "cohere2", "llama4_text", "qwen3_next", "bamba", "mamba", "lfm2", "minimax"}
 
 
 def in_time(family: str) -> Any:

@@ -35,7 +35,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "cache_implementation": (None, "dynamic", "static"),
 }
 # Other arguments of generate are refused.
-UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+CACHES = ("past_key_values", "cache_params")
+UNDERSTOOD = ("attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep", "cache_position")
 
 
 class ForTransformers:
@@ -229,9 +230,9 @@ def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int
         raise ValueError(
             f"a drafter continues input_ids alone, found {', '.join(others) or 'none of them'}; drop these"
         )
-    cache = model_kwargs.get("past_key_values")
-    if getattr(cache, "_is_user_defined", False):
-        raise ValueError("the cache is our own, found past_key_values: drop it, and give the whole text as input_ids")
+    for name in CACHES:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise ValueError(f"the cache is our own, found {name}: drop it, and give the whole text as input_ids")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     present = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
     if (present.diff(dim=1) < 0).any():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drafters import TargetModel
+from drafters.model.cache import KVCache
 from eval.measure.runs import Run
 
 ROWS = 256  # tokens whose logits are computed at once, in float32
@@ -78,16 +79,25 @@ def score(target: TargetModel, prompt: list[int], outputs: set[Tokens]) -> dict[
     beginning with the previous one.
     """
     *body, root = prompt
-    cache = target.new_cache(1, len(prompt) + max(map(len, outputs)))
-    if body:
-        target.run(torch.tensor([body], device=target.device), cache)
-        cache.commit_first([len(body)])
+
+    def prefilled() -> KVCache:
+        cache = target.new_cache(1, len(prompt) + max(map(len, outputs)))
+        if body:
+            cache.expect([len(body)])
+            target.run(torch.tensor([body], device=target.device), cache)
+            cache.commit_first([len(body)])
+        return cache
+
+    cache = prefilled()
     scored: dict[Tokens, list[Logits]] = {}
     before: Tokens = ()
     for tokens in sorted(outputs):
         same = len(commonprefix([before, tokens]))
+        if target.chains_only and before:  # a running state goes back no further than a draft
+            cache, same = prefilled(), 0
         cache.crop([len(body) + same])
         new = torch.tensor([[root, *tokens][same : len(tokens)]], device=target.device)
+        cache.expect([new.shape[1]])
         features = target.run(new, cache).features[0]
         cache.commit_first([new.shape[1]])
         scored[tokens] = scored[before][:same] if before else []
