@@ -60,12 +60,19 @@ class _Handler(BaseHTTPRequestHandler):
             engine.keys.append(self.headers.get("Authorization"))
             engine.busy += 1
             engine.busiest = max(engine.busiest, engine.busy)
+        self.counted = False
         try:
             self.answer(text if engine.fail else "", body)
         finally:
-            with engine.lock:
-                engine.busy -= 1
-                engine.ended += 1
+            self.end()
+
+    def end(self) -> None:
+        """Count the request as ended, once: before its last chunk, after which the client asks again."""
+        if not self.counted:
+            self.counted = True
+            with self.engine.lock:
+                self.engine.busy -= 1
+                self.engine.ended += 1
 
     def answer(self, text: str, body: dict[str, Any]) -> None:
         """Stream an answer, or fail as ``text`` says."""
@@ -87,6 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         if body["stream_options"]["include_usage"] and "uncounted" not in text:
             self.event({"choices": [], "usage": {"completion_tokens": TOKENS}})
+        self.end()
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")
 

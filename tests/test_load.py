@@ -52,7 +52,7 @@ def test_each_prompt_counts_once_at_each_endpoint_and_number_of_requests(tmp_pat
         assert row["answered"] == 7 and not row["failed"]
         assert row["tau"] == pytest.approx(3) and row["drafted"] == pytest.approx(4)
     alone = report["rows"][1]
-    assert alone["change"]["prompts"] == 7 and alone["change"]["ratio"] > 2
+    assert alone["change"]["prompts"] == 7 and alone["change"]["ratio"] > 1
     assert alone["tokens_per_second"] < TOKENS / (TOKENS * 0.002)
     assert alone["first"]["median"] > 0.002 and alone["per_token"]["median"] > 0.002
     page = (tmp_path / "out" / "load.md").read_text()
