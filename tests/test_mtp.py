@@ -204,6 +204,23 @@ def test_the_layer_in_a_targets_files(tmp_path: Path, kind: str, family: str) ->
     assert again.module.shape == drafter.module.shape
 
 
+def test_a_layer_behind_dense_ones_has_experts(tmp_path: Path) -> None:
+    """Catches a dense layer for GLM-4.5, whose first layers are dense and whose MTP layer has experts, and experts in
+    another order than the files'."""
+    model: Any = families.saved("glm4_moe", {}, tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    begins = "model.layers.2."
+    last = {key.removeprefix(begins): value for key, value in whole.items() if key.startswith(begins)}
+    last |= {name: torch.ones(48) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    last["eh_proj.weight"] = torch.randn(48, 96)
+    save_file(whole | {f"model.layers.3.{key}": value.clone() for key, value in last.items()}, file, {"format": "pt"})
+    drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path), "float32", "cpu"))
+    theirs, ours = model.model.layers[2].state_dict(), drafter.module.layers[0].state_dict()
+    assert any("experts" in name for name in ours)
+    assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[key]) for key, value in theirs.items())
+
+
 def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
     """Catches a draft from random weights where the layer is missing, lacks tensors, or is one of several."""
     families.saved("llama", {"num_nextn_predict_layers": 1}, tmp_path / "none")

@@ -31,6 +31,8 @@ class MTPLayer(nn.Module):
             raise no_head(target_config, "the cache of an MTP layer has no latent attention (kv_lora_rank)")
         kind = layer_kind(target_config)
         config: Any = kind.config
+        if getattr(config, "first_k_dense_replace", 0):
+            config.first_k_dense_replace = 0  # the layer stands behind the target's, not among its first, dense ones
         self.config, wide = config, config.hidden_size
         self.embed_norm, self.hidden_norm, self.norm = (
             build_module(config, kind.norm, wide, eps=kind.eps) for _ in range(3)
