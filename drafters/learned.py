@@ -167,11 +167,15 @@ class LearnedDrafter(Drafter):
             raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
         checkpoint.check_target(config, target)
         drafter = cls.from_weights(target, state, config["drafter"] | options)
-        tree = getattr(drafter.settings, "tree", "")
-        if wrong := [name for name in cls.unread.get(tree, ()) if options.get(name) is not None]:
-            raise ValueError(f"{wrong[0]} is given, and tree={tree} does not read it; leave one of them out")
+        drafter.refuse_unread(options)
         drafter.provenance = config
         return drafter
+
+    def refuse_unread(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError if ``options`` has one that the drafter's ``tree`` does not read."""
+        tree = getattr(self.settings, "tree", "")
+        if wrong := [name for name in self.unread.get(tree, ()) if options.get(name) is not None]:
+            raise ValueError(f"{wrong[0]} is given, and tree={tree} does not read it; leave one of them out")
 
     @classmethod
     def from_weights(cls, target: TargetModel, weights: dict[str, Tensor], options: dict[str, Any]) -> Self:

@@ -235,10 +235,22 @@ def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
     target = TargetModel.from_pretrained(str(tmp_path / "some"), "float32", "cpu")
     with pytest.raises(ValueError, match="kind is mimo, and the MTP layer of .* is of kind qwen; leave it out"):
         make_drafter("mtp", target, kind="mimo")
+    for options, message in (
+        ({"tree": "chain", "paths": [[0]]}, "paths is given, and tree=chain does not read it"),
+        ({"adapter": "runs/law"}, "adapter is given, and no checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_drafter("mtp", target, **options)
+    with pytest.raises(ValueError, match="TargetModel"):
+        make_drafter("mtp", target.model)  # type: ignore[arg-type]
     file = tmp_path / "some" / "model.safetensors"
     whole = load_file(file)
     for change, message in (
-        ({"mtp.norm.weight": None}, "norm.weight"),
+        ({"mtp.norm.weight": None}, "are not those of a layer of llama: missing: mtp.norm.weight. Download"),
+        ({"mtp.fc.weight": None}, "missing: mtp.fc.weight"),
+        ({"mtp.fc.weight": torch.zeros(3, 2)}, r"of another shape: mtp.fc.weight \[3, 2\], not \[48, 96\]"),
+        ({"mtp.embed_tokens.weight": torch.zeros(97, 48)}, "unexpected: mtp.embed_tokens.weight"),
+        ({"mtp.fc.weight": torch.zeros(48, 48, dtype=torch.int8)}, r"its MTP layer is quantised \(mtp.fc.weight\)"),
         ({"mtp.layers.1.mlp.down_proj.weight": torch.zeros(2, 2)}, r"has several MTP layers \(mtp.layers.1.\*\)"),
         ({"mtp.fc.weight_scale": torch.ones(1)}, r"its MTP layer is quantised \(mtp.fc.weight_scale\)"),
     ):

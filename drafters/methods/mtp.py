@@ -17,6 +17,7 @@ from drafters.heads.mtp.own import load_own
 from drafters.heads.mtp.shape import MTPShape
 from drafters.heads.shape import split
 from drafters.learned import LearnedDrafter
+from drafters.loop.call import check_loaded
 from drafters.methods.eagle import EagleDrafter, EagleOptions, FeatureHead, shaped
 from drafters.model.candidates import with_candidates
 from drafters.model.draft_head import listed_head, quantize_layers
@@ -86,12 +87,20 @@ class MTPDrafter(LearnedDrafter):
         """Load the layer of the target's own files; ``options`` may have keys of its shape.
 
         Raises:
-            ValueError: the files have none that can be read, or its tensors do not fit the target's family.
+            ValueError: the files have none that can be read, its tensors do not fit the target's family, or options
+                that belong to a checkpoint or to another tree.
         """
+        check_loaded(target)
+        if options.get("adapter") is not None:
+            raise ValueError(
+                "adapter is given, and no checkpoint; give checkpoint: the drafter that the adapter is for"
+            )
         keys, _ = split(cls.shape, options)
         kind, weights = load_own(target.name, target.revision)
         if keys.get("kind", kind) != kind:
             raise ValueError(
                 f"kind is {keys['kind']}, and the MTP layer of {target.name} is of kind {kind}; leave it out"
             )
-        return cls.from_weights(target, weights, options | {"kind": kind})
+        drafter = cls.from_weights(target, weights, options | {"kind": kind})
+        drafter.refuse_unread(options)
+        return drafter
