@@ -9,6 +9,7 @@ from unittest import mock
 import conformance
 import families
 import pytest
+import tiny
 import tiny_run
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from conformance import NO_EOS, plain_greedy, prompt, target_of
 from rigged import Oracle, goes_by, with_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters import stitch as program
@@ -149,7 +151,9 @@ def test_a_planted_mistake_changes_drafts(name: str) -> None:
 # ------------------------------------------------------------------------------------------- the target's own layer
 
 
-def with_layer(folder: Path, kind: str, family: str = "llama", shards: int = 1, **more: Any) -> Any:
+def with_layer(
+    folder: Path, kind: str, family: str = "llama", shards: int = 1, joined: bool = False, **more: Any
+) -> Any:
     """Save a tiny target with an MTP layer in its files; return the layer's module."""
     model = families.saved(family, families.DECODED[family] | more, folder)
     torch.manual_seed(3)
@@ -157,7 +161,7 @@ def with_layer(folder: Path, kind: str, family: str = "llama", shards: int = 1, 
     for weights in head.parameters():
         if weights.dim() == 1:
             weights.data.uniform_(0.5, 1.5)
-    extra = stored_names(head.state_dict(), kind, model.config)  # type: ignore[arg-type]
+    extra = stored_names(head.state_dict(), kind, model.config, joined)  # type: ignore[arg-type]
     file = folder / "model.safetensors"
     if shards == 1:
         save_file(load_file(file) | extra, file, {"format": "pt"})
@@ -204,17 +208,27 @@ def test_the_layer_in_a_targets_files(tmp_path: Path, kind: str, family: str) ->
     assert again.module.shape == drafter.module.shape
 
 
-def test_a_layer_behind_dense_ones_has_experts(tmp_path: Path) -> None:
-    """Catches a dense layer for GLM-4.5, whose first layers are dense and whose MTP layer has experts, and experts in
-    another order than the files'."""
-    model: Any = families.saved("glm4_moe", {}, tmp_path)
-    file = tmp_path / "model.safetensors"
+def glm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Save a tiny GLM-4.5 whose MTP layer is a copy of its last layer; return the model."""
+    model: Any = families.build("glm4_moe", {}).to(dtype)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias = 5 + torch.randn(4)  # float32, as in released files
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
     whole = load_file(file)
     begins = "model.layers.2."
     last = {key.removeprefix(begins): value for key, value in whole.items() if key.startswith(begins)}
     last |= {name: torch.ones(48) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
     last["eh_proj.weight"] = torch.randn(48, 96)
-    save_file(whole | {f"model.layers.3.{key}": value.clone() for key, value in last.items()}, file, {"format": "pt"})
+    added = {f"model.layers.3.{key}": value.clone() for key, value in last.items()}
+    save_file(whole | {key: value if "bias" in key else value.to(dtype) for key, value in added.items()}, file)
+    return model
+
+
+def test_a_layer_behind_dense_ones_has_experts(tmp_path: Path) -> None:
+    """Catches a dense layer for GLM-4.5, whose first layers are dense and whose MTP layer has experts, and experts in
+    another order than the files'."""
+    model = glm(tmp_path)
     drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path), "float32", "cpu"))
     theirs, ours = model.model.layers[2].state_dict(), drafter.module.layers[0].state_dict()
     assert any("experts" in name for name in ours)
@@ -305,6 +319,67 @@ def test_stitching_a_layer_into_a_target_without_any(tmp_path: Path) -> None:
         assert (folder / "model-mtp.safetensors").is_file() == (name == "shards")
         stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(str(folder), "float32", "cpu"))
         assert torch.equal(stitched.module.fc.weight, drafter.module.fc.weight.bfloat16().float())
+
+
+def test_stitching_keeps_dtypes_and_what_was_not_trained(tmp_path: Path) -> None:
+    """Catches a layer in float32 because the target has a few such tensors, and a router's bias rounded to 16 bits."""
+    glm(tmp_path / "target", torch.bfloat16)
+    drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "target"), "bfloat16", "cpu"))
+    drafter.module.fc.weight.data.mul_(2)
+    drafter.save_pretrained(tmp_path / "trained")
+    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("target", "new"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert after[key].dtype == value.dtype
+        assert torch.equal(after[key], value) == (key != "model.layers.3.eh_proj.weight")
+
+
+@pytest.mark.parametrize("kind", ["qwen", "deepseek"])
+def test_stitching_into_a_multimodal_target(tmp_path: Path, kind: str) -> None:
+    """Catches a layer under the text model's names, which the files of the whole model do not have."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config=tiny.tiny_config("llama").to_dict(), vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "target")
+    name = str(tmp_path / "target")
+    for number in range(2):  # a new layer, then one in its place
+        target = TargetModel.from_pretrained(name, "float32", "cpu")
+        drafter = mtp(target, "chain", kind=kind)
+        drafter.module.fc.weight.data.fill_(number)
+        drafter.save_pretrained(tmp_path / "trained")
+        program.main([str(tmp_path / "trained"), "--out", str(tmp_path / f"new{number}"), "--target", name])
+        before, after = (
+            load_file(Path(folder) / "model.safetensors") for folder in (name, str(tmp_path / f"new{number}"))
+        )
+        assert len(after) == (len(before) if number else len(before) + len(drafter.module.state_dict()))
+        name = str(tmp_path / f"new{number}")
+        stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(name, "float32", "cpu"))
+        assert (stitched.module.fc.weight == number).all()
+
+
+def test_stitching_joined_experts(tmp_path: Path) -> None:
+    """Catches experts that are written one by one where the files have them in one tensor."""
+    with_layer(tmp_path / "target", "qwen", "qwen3_moe", joined=True)
+    drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu"))
+    drafter.module.layers[0].mlp.experts.down_proj.data.fill_(0.5)
+    drafter.save_pretrained(tmp_path / "trained")
+    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("target", "new"))
+    assert before.keys() == after.keys() and (after["mtp.layers.0.mlp.experts.down_proj"] == 0.5).all()
+
+
+def test_stitching_an_adapter(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
+    """Catches a LoRA whose matrices are taken for the layer's, or that is left out."""
+    tiny_run.train_here("mtp", settings | {"steps": 1})
+    settings |= {"init_from": str(tmp_path / "run"), "out": str(tmp_path / "lora"), "lora": {"r": 2}}
+    tiny_run.train_here("mtp", settings | {"steps": 2, "warmup_steps": 0, "learning_rate": 0.1})
+    program.main([str(tmp_path / "lora"), "--out", str(tmp_path / "new")])
+    merged, base = (load_drafter(str(tmp_path / name), target).module for name in ("lora", "run"))
+    stitched = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu"))
+    found = stitched.module.fc.weight  # type: ignore[attr-defined]
+    assert torch.equal(found, merged.fc.weight.to(found.dtype)) and not torch.equal(found, base.fc.weight)
 
 
 def test_stitching_what_does_not_belong_together(tmp_path: Path) -> None:

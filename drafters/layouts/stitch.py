@@ -7,21 +7,24 @@ allows it, else copies. Every other tensor stays as it was, bit for bit.
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from drafters.common.files import replace_json
 from drafters.common.fingerprints import same_weights
-from drafters.heads.mtp.own import NAMES, kind_of, load_own, own_names, stored_names
-from drafters.hub.checkpoint import load_checkpoint
+from drafters.heads.mtp.own import NAMES, joined_experts, kind_of, load_own, own_names, stored_names
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, weight_map
+from drafters.model.head_adapter import load_head
 from drafters.model.quantised import quantisation
-from drafters.model.weights import INDEX, SINGLE, stored_tensors
+from drafters.model.weights import INDEX, SINGLE, Stored, stored_tensors
 
 NEW = "model-mtp.safetensors"  # file of the layer, if the target has none and is in several files
 COUNTS = {"qwen": "mtp_num_hidden_layers", "mimo": "num_nextn_predict_layers", "deepseek": "num_nextn_predict_layers"}
@@ -31,53 +34,87 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
     """Write the target with the layer of ``checkpoint`` into the new folder ``out``; return the files written anew.
 
     Args:
+        checkpoint: the drafter, or a LoRA for one, which is merged.
         target: folder of the target, if not the one that the checkpoint names.
 
     Raises:
         ValueError: no MTP layer, one of another target, a target that is no folder or is quantised, or one whose own
             layer is of another kind.
     """
-    config, weights = load_checkpoint(checkpoint)
+    config, weights = load_head(checkpoint)
     if config["drafter_type"] != "mtp":
         raise ValueError(f"{checkpoint} holds a drafter of type {config['drafter_type']!r}, and only mtp is stitched")
-    name = target or config["target"]["name"]
-    folder = Path(name)
-    if not folder.is_dir():
+    name, kind = target or config["target"]["name"], config["drafter"]["kind"]
+    told, fingerprint = _target(checkpoint, config["target"], name)
+    folder, stored, layers = Path(name), stored_tensors(name, None), told.num_hidden_layers
+    if (theirs := kind_of(stored, layers)) not in (None, kind):
+        raise ValueError(f"{checkpoint} is of kind {kind}, and the MTP layer of {name} of kind {theirs}")
+    own, usual = load_own(name)[1] if theirs else {}, _usual_dtype(stored)
+    parts = tuple(NAMES[kind].values())  # ids of draft tokens and candidates stay in the checkpoint
+    weights = {key: _as_before(value, own.get(key), usual) for key, value in weights.items() if key.startswith(parts)}
+    places = {key: stored[key] for key in own_names(stored, kind, layers)}
+    tensors = stored_names(weights, kind, told, joined_experts(places or stored))
+    if places and (others := sorted(tensors.keys() ^ places.keys())):
+        raise ValueError(f"{name} and {checkpoint} differ in the layer's tensors, first in {others[0]}")
+    single = SINGLE if not (folder / INDEX).is_file() else NEW
+    files = {place.file for place in places.values()} or {single}
+    out.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in {*files, INDEX, "config.json"}:
+            _link(path, out / path.name)
+    in_files = {key: places[key].key if key in places else _new_key(key, stored) for key in tensors}
+    for file in sorted(files):
+        part = [key for key in tensors if key not in places or places[key].file == file]
+        _rewrite(folder / file, out / file, {in_files[key]: tensors[key] for key in part})
+    if (folder / INDEX).is_file():
+        _write_index(folder / INDEX, out, {} if places else {in_files[key]: value for key, value in tensors.items()})
+    _write_config(folder, out, COUNTS[kind])
+    _check(out, fingerprint, weights)
+    return sorted(files)
+
+
+def _target(checkpoint: str, trained: dict[str, Any], name: str) -> tuple[PretrainedConfig, str]:
+    """Return the configuration and the fingerprint of the target in the folder ``name``.
+
+    Raises:
+        ValueError: no folder, a quantised target, or another one than ``checkpoint`` was trained for.
+    """
+    if not Path(name).is_dir():
         raise ValueError(f"{name} is no folder; download the target (hf download {name}) and give --target FOLDER")
-    told = load_config_only(name)
-    if (method := quantisation(told)) is not None:
+    config = load_config_only(name)
+    if (method := quantisation(config)) is not None:
         raise ValueError(f"{name} is quantised ({method}), and the layer is not; give the target in bf16 or float16")
-    trained, found = config["target"], load_frozen_ends(name, device="meta").fingerprint
+    found = load_frozen_ends(name, device="meta").fingerprint
     if not same_weights(trained["fingerprint"], found, f"an MTP layer trained for {trained['name']!r}"):
         raise ValueError(
             f"{checkpoint} was trained for {trained['name']} (fingerprint {trained['fingerprint']}), and {name} has "
             f"the fingerprint {found}; give its own target: --target FOLDER"
         )
-    kind, layers = config["drafter"]["kind"], told.num_hidden_layers
-    names = tuple(NAMES[kind].values())  # ids of draft tokens and candidates stay in the checkpoint
-    weights = {key: value for key, value in weights.items() if key.startswith(names)}
-    stored = stored_tensors(name, None)
-    if (theirs := kind_of(stored, layers)) not in (None, kind):
-        raise ValueError(f"{checkpoint} is of kind {kind}, and the MTP layer of {name} of kind {theirs}")
-    dtype = _dtype(stored[next(iter(stored))].dtype)
-    tensors = {key: value.to(dtype) for key, value in stored_names(weights, kind, told).items()}
-    places = {key: stored[key].file for key in own_names(stored, kind, layers)}
-    if places and (others := sorted(tensors.keys() ^ places.keys())):
-        raise ValueError(f"{name} and {checkpoint} differ in the layer's tensors, first in {others[0]}")
-    single = SINGLE if not (folder / INDEX).is_file() else NEW
-    files = {*places.values()} or {single}
-    out.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.is_file() and path.name not in {*files, INDEX, "config.json"}:
-            _link(path, out / path.name)
-    for file in sorted(files):
-        part = {key: value for key, value in tensors.items() if places.get(key, single) == file}
-        _rewrite(folder / file, out / file, part)
-    if (folder / INDEX).is_file():
-        _write_index(folder / INDEX, out, {} if places else tensors)
-    _write_config(folder, out, COUNTS[kind])
-    _check(out, found, {key: value.to(dtype) for key, value in weights.items()})
-    return sorted(files)
+    return config, found
+
+
+def _as_before(value: Tensor, own: Tensor | None, usual: torch.dtype) -> Tensor:
+    """Return a trained tensor in the dtype of the one that it replaces, or in the target's ``usual`` one.
+
+    One that training left alone stays as it was: a checkpoint has rounded it to 16 bits.
+    """
+    if own is None:
+        return value.to(usual)
+    return own if torch.equal(own.to(value.dtype), value) else value.to(own.dtype)
+
+
+def _usual_dtype(stored: dict[str, Stored]) -> torch.dtype:
+    """The dtype of most tensors: single ones of a target in bf16 are float32."""
+    counts = Counter(place.dtype for place in stored.values())
+    return {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[counts.most_common(1)[0][0]]
+
+
+def _new_key(name: str, stored: dict[str, Stored]) -> str:
+    """The name of a new tensor in the target's files, where a multimodal target has more before it."""
+    if not name.startswith("model."):
+        return name
+    other, place = next((key, place) for key, place in stored.items() if key.startswith("model."))
+    return place.key.removesuffix(other.removeprefix("model.")) + name.removeprefix("model.")
 
 
 def _check(out: Path, fingerprint: str, weights: dict[str, Tensor]) -> None:
@@ -126,8 +163,3 @@ def _link(path: Path, new: Path) -> None:
         os.link(path.resolve(), new)
     except OSError:  # another disk
         shutil.copyfile(path, new)
-
-
-def _dtype(name: str) -> torch.dtype:
-    """The dtype that a safetensors file calls ``name``."""
-    return {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[name]

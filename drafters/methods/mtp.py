@@ -93,7 +93,7 @@ class MTPDrafter(LearnedDrafter):
         check_loaded(target)
         if options.get("adapter") is not None:
             raise ValueError(
-                "adapter is given, and no checkpoint; give checkpoint: the drafter that the adapter is for"
+                "adapter is given, and no checkpoint; give checkpoint: the drafter that it is for"
             )
         keys, _ = split(cls.shape, options)
         kind, weights = load_own(target.name, target.revision)
