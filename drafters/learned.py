@@ -40,6 +40,7 @@ class LearnedDrafter(Drafter):
         shape: schema of the head's shape. module_class: class of the head's module, which is built from a shape.
         card_title: the method on the model card, with a link to its paper.
         forms: forms in which its authors' code and engines store such a head; by default only this toolkit loads it.
+        stitched: True if engines load it from its target's own files (``drafters.stitch``), not from an export.
         unread: options that it does not read, by ``tree``.
         unsaved: options that config.json does not store.
     """
@@ -48,6 +49,7 @@ class LearnedDrafter(Drafter):
     module_class: ClassVar[type[nn.Module]]
     card_title: ClassVar[str] = ""
     forms: ClassVar[HeadForms] = HeadForms()
+    stitched: ClassVar[bool] = False
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     unsaved: ClassVar[frozenset[str]] = frozenset()
     head: Head

@@ -25,6 +25,7 @@ from drafters import stitch as program
 from drafters.heads.mtp.own import stored_names
 from drafters.heads.mtp.shape import MTPShape
 from drafters.hub.checkpoint import load_checkpoint
+from drafters.layouts.export import export
 from drafters.loop.state import DecodeState
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.runner import identity
@@ -397,6 +398,8 @@ def test_stitching_what_does_not_belong_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             program.main([str(tmp_path / checkpoint), "--out", str(tmp_path / "new"), "--target", name])
+    with pytest.raises(ValueError, match="for vLLM: engines load it from its target's files; .* drafters.stitch"):
+        export(str(tmp_path / "qwen"), "vllm", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

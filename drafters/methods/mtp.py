@@ -73,6 +73,7 @@ class MTPDrafter(LearnedDrafter):
     module_class = MTPLayer
     options: ClassVar[type[Config]] = MTPOptions
     card_title = "MTP layer ([DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 2.2)"
+    stitched = True
     max_batch = None
     follows = True
     unread = EagleDrafter.unread
