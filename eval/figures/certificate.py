@@ -85,8 +85,10 @@ def _auto_options(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
 
 
 def _fixed(drafter: Drafter, option: str) -> tuple[Any, ...]:
-    """Return the FIXED values of an option that the method has."""
+    """Return the FIXED values of an option that the method has, without trees where the target verifies chains only."""
     words = get_args(type(drafter.settings).model_fields[option].annotation)
+    if option == "tree" and drafter.target.chains_only:
+        return ("chain",)
     return tuple(value for value in FIXED[option] if not isinstance(value, str) or value in words)
 
 
