@@ -52,7 +52,6 @@ LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", 
 LINEAR |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
 LINEAR |= {"linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4}
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
-BLOCKS = {"layers_block_type": ["mamba", "attention", "mamba"]}
 MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 HEADS2 = {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
 NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
@@ -84,7 +83,7 @@ DECODED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), LATENT | LINEAR),
     **dict.fromkeys(("lfm2", "lfm2_moe"), CONV),
     "bamba": MAMBA2 | {"attn_layer_indices": [1]},
-    "granitemoehybrid": GRANITE | MAMBA2 | BLOCKS,
+    "granitemoehybrid": GRANITE | MAMBA2 | LINEAR,
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 96, "ssm_in_multiplier": 0.25, "key_multiplier": 0.5},
     "nemotron_h": NEMOTRON | {"layers_block_type": ["mamba", "attention", "moe"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
