@@ -5,6 +5,7 @@
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make docs        the documentation as a site with a reference of every module: runs/site/index.html
 # make gpu         what only a GPU can measure: docs/gpu.md
+# make gpu-data    SmolLM2 and its answers for that, in pieces of 20 MB
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test test-long lint format mutants docs gpu quickstart quickstart-clean suite real real-clean clean
+.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-data quickstart quickstart-clean suite real real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -205,6 +206,15 @@ $(REAL)/speed/.done: $(REAL)/eagle/.done $(REAL)/kangaroo/.done
 	$(call real_config,speed)
 	python -m eval.speed --config $(REAL)/speed.yaml
 	@touch $@
+
+# What the parts learned-* read, after make real, for a GPU machine without a network: docs/gpu.md unpacks it.
+GPU_DATA := runs/gpu-data
+gpu-data: $(REAL)/answers/.done
+	rm -rf $(GPU_DATA)
+	mkdir -p $(GPU_DATA)
+	tar --create --gzip --exclude=.done $(REAL)/target $(REAL)/answers data/spec_bench/question.jsonl \
+	  | split --bytes=20M --numeric-suffixes - $(GPU_DATA)/piece-
+	@du -sh $(GPU_DATA)
 
 real-clean:
 	rm -rf $(REAL)
