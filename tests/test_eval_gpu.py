@@ -108,7 +108,10 @@ SMALLER = {
 def test_rehearsal_of_a_recipe_on_a_cpu(tmp_path: Path) -> None:
     """Catches a fault between two steps of the recipe: features, training, export, its check."""
     (part,) = (part for part in PARTS if part.name == "rehearsal")
-    more = {"gpu_target.py": [*TINY.split(), "vocab_size=4200"], "dspark.py": ["head.mask_token_id=4150", "layers=1", "anchors=16"]}
+    more = {
+        "gpu_target.py": [*TINY.split(), "vocab_size=4200"],
+        "dspark.py": ["head.mask_token_id=4150", "layers=1", "anchors=16"],
+    }
     lines = []
     for line in part.commands:
         line = [SMALLER.get(word, word).replace("runs/", f"{tmp_path}/") for word in line]
