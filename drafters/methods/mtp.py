@@ -93,9 +93,7 @@ class MTPDrafter(LearnedDrafter):
         """
         check_loaded(target)
         if options.get("adapter") is not None:
-            raise ValueError(
-                "adapter is given, and no checkpoint; give checkpoint: the drafter that it is for"
-            )
+            raise ValueError("adapter is given, and no checkpoint; give checkpoint: the drafter that it is for")
         keys, _ = split(cls.shape, options)
         kind, weights = load_own(target.name, target.revision)
         if keys.get("kind", kind) != kind:
