@@ -1,6 +1,5 @@
-"""MTP: drafts equal the layer from its description, targets' own layers are read and written, training is exact."""
+"""MTP: drafts equal the layer from its description, targets' own layers are read, training is exact."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,47 +8,27 @@ from unittest import mock
 import conformance
 import families
 import pytest
-import tiny
 import tiny_run
 import torch
 import torch.nn.functional as F
-from by_keys import new_drafter, new_head
+from by_keys import new_head
 from conformance import NO_EOS, plain_greedy, prompt, target_of
-from rigged import Oracle, goes_by, with_head
+from mtp_layers import glm, mtp, with_layer
+from rigged import goes_by
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters import stitch as program
-from drafters.heads.mtp.own import stored_names
 from drafters.heads.mtp.shape import MTPShape
-from drafters.hub.checkpoint import load_checkpoint
-from drafters.layouts.export import export
 from drafters.loop.state import DecodeState
-from drafters.model.draft_head import DRAFT_IDS
-from drafters.model.runner import identity
 from eval.measure.mistakes import declared
 from train.core.task import make_task
 from train.data.packing import collate
+from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
 
 KINDS = ("qwen", "mimo", "deepseek")
-
-
-def mtp(target: TargetModel, tree: str, noise: float | None = None, **keys: Any) -> Any:
-    """A drafter with a random layer; ``noise`` makes it an oracle, None leaves it as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        head = new_head("mtp", target.config, **keys)
-        for norm in (head.embed_norm, head.hidden_norm, head.norm):
-            norm.weight.data.uniform_(0.5, 1.5)
-    drafter = new_drafter("mtp", target, head, tree=tree, **keys)
-    if noise is not None:
-        drafter = with_head(drafter, Oracle, noise)
-        drafter.lm_head.enter = identity
-    return drafter
 
 
 def rms(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -152,31 +131,6 @@ def test_a_planted_mistake_changes_drafts(name: str) -> None:
 # ------------------------------------------------------------------------------------------- the target's own layer
 
 
-def with_layer(
-    folder: Path, kind: str, family: str = "llama", shards: int = 1, joined: bool = False, **more: Any
-) -> Any:
-    """Save a tiny target with an MTP layer in its files; return the layer's module."""
-    model = families.saved(family, families.DECODED[family] | more, folder)
-    torch.manual_seed(3)
-    head = new_head("mtp", model.config, kind=kind)
-    for weights in head.parameters():
-        if weights.dim() == 1:
-            weights.data.uniform_(0.5, 1.5)
-    extra = stored_names(head.state_dict(), kind, model.config, joined)  # type: ignore[arg-type]
-    file = folder / "model.safetensors"
-    if shards == 1:
-        save_file(load_file(file) | extra, file, {"format": "pt"})
-        return head
-    whole = load_file(file)
-    parts = {"model-1.safetensors": whole, "model-2.safetensors": extra}
-    for name, part in parts.items():
-        save_file(part, folder / name, {"format": "pt"})
-    names = {key: name for name, part in parts.items() for key in part}
-    (folder / f"{file.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    file.unlink()
-    return head
-
-
 FAMILIES = [
     ("qwen", "qwen3"),
     ("qwen", "qwen3_next"),
@@ -207,23 +161,6 @@ def test_the_layer_in_a_targets_files(tmp_path: Path, kind: str, family: str) ->
     drafter.save_pretrained(tmp_path / "saved")
     again: Any = load_drafter(str(tmp_path / "saved"), target)
     assert again.module.shape == drafter.module.shape
-
-
-def glm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Save a tiny GLM-4.5 whose MTP layer is a copy of its last layer; return the model."""
-    model: Any = families.build("glm4_moe", {}).to(dtype)
-    for layer in model.model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias = 5 + torch.randn(4)  # float32, as in released files
-    model.save_pretrained(folder)
-    file = folder / "model.safetensors"
-    whole = load_file(file)
-    begins = "model.layers.2."
-    last = {key.removeprefix(begins): value for key, value in whole.items() if key.startswith(begins)}
-    last |= {name: torch.ones(48) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
-    last["eh_proj.weight"] = torch.randn(48, 96)
-    added = {f"model.layers.3.{key}": value.clone() for key, value in last.items()}
-    save_file(whole | {key: value if "bias" in key else value.to(dtype) for key, value in added.items()}, file)
-    return model
 
 
 def test_a_layer_behind_dense_ones_has_experts(tmp_path: Path) -> None:
@@ -273,134 +210,6 @@ def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
         save_file(changed, file, {"format": "pt"})
         with pytest.raises(ValueError, match=message):
             make_drafter("mtp", target)
-
-
-# ------------------------------------------------------------------------------------------- stitching
-
-
-@pytest.mark.parametrize(("shards", "written"), [(1, "model.safetensors"), (2, "model-2.safetensors")])
-def test_stitching_changes_the_layer_alone(tmp_path: Path, shards: int, written: str) -> None:
-    """Catches a tensor of the target that changes, a target that is written into, a stale index, and a layer that is
-    read from another place than it was written to."""
-    with_layer(tmp_path / "target", "qwen", shards=shards)
-    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
-    drafter: Any = make_drafter("mtp", target)
-    for weights in drafter.module.parameters():
-        weights.data.mul_(1.25)
-    drafter.module.register_buffer(
-        DRAFT_IDS, torch.arange(97, dtype=torch.int32)
-    )  # as train.tools.draft_vocab writes it
-    drafter.save_pretrained(tmp_path / "trained")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
-    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new"), "--target", str(tmp_path / "target")])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == before
-    changed = {path.name for path in (tmp_path / "new").iterdir() if path.read_bytes() != before.get(path.name)}
-    assert changed - {"config.json", "model.safetensors.index.json"} == {written}
-    stitched = TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu")
-    assert stitched.fingerprint() == target.fingerprint()
-    state = make_drafter("mtp", stitched).module.state_dict()  # type: ignore[attr-defined]
-    trained = load_checkpoint(tmp_path / "trained")[1]
-    assert trained.pop(DRAFT_IDS) is not None
-    assert trained.keys() == state.keys() and all(
-        torch.equal(value.float(), state[key]) for key, value in trained.items()
-    )
-
-
-def test_stitching_a_layer_into_a_target_without_any(tmp_path: Path) -> None:
-    """Catches an index without the new file, and a config.json that says that there is no layer."""
-    model = families.saved("qwen3", {}, tmp_path / "target")
-    model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
-    for name in ("target", "shards"):
-        target = TargetModel.from_pretrained(str(tmp_path / name), "float32", "cpu")
-        drafter = mtp(target, "chain")
-        drafter.save_pretrained(tmp_path / "trained")
-        program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new" / name)])
-        folder = tmp_path / "new" / name
-        assert json.loads((folder / "config.json").read_text())["mtp_num_hidden_layers"] == 1
-        assert (folder / "model-mtp.safetensors").is_file() == (name == "shards")
-        stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(str(folder), "float32", "cpu"))
-        assert torch.equal(stitched.module.fc.weight, drafter.module.fc.weight.bfloat16().float())
-
-
-def test_stitching_keeps_dtypes_and_what_was_not_trained(tmp_path: Path) -> None:
-    """Catches a layer in float32 because the target has a few such tensors, and a router's bias rounded to 16 bits."""
-    glm(tmp_path / "target", torch.bfloat16)
-    drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "target"), "bfloat16", "cpu"))
-    drafter.module.fc.weight.data.mul_(2)
-    drafter.save_pretrained(tmp_path / "trained")
-    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("target", "new"))
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        assert after[key].dtype == value.dtype
-        assert torch.equal(after[key], value) == (key != "model.layers.3.eh_proj.weight")
-
-
-@pytest.mark.parametrize("kind", ["qwen", "deepseek"])
-def test_stitching_into_a_multimodal_target(tmp_path: Path, kind: str) -> None:
-    """Catches a layer under the text model's names, which the files of the whole model do not have."""
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlavaConfig(
-        text_config=tiny.tiny_config("llama").to_dict(), vision_config=vision | {"image_size": 28, "patch_size": 14}
-    )
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "target")
-    name = str(tmp_path / "target")
-    for number in range(2):  # a new layer, then one in its place
-        target = TargetModel.from_pretrained(name, "float32", "cpu")
-        drafter = mtp(target, "chain", kind=kind)
-        drafter.module.fc.weight.data.fill_(number)
-        drafter.save_pretrained(tmp_path / "trained")
-        program.main([str(tmp_path / "trained"), "--out", str(tmp_path / f"new{number}"), "--target", name])
-        before, after = (
-            load_file(Path(folder) / "model.safetensors") for folder in (name, str(tmp_path / f"new{number}"))
-        )
-        assert len(after) == (len(before) if number else len(before) + len(drafter.module.state_dict()))
-        name = str(tmp_path / f"new{number}")
-        stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(name, "float32", "cpu"))
-        assert (stitched.module.fc.weight == number).all()
-
-
-def test_stitching_joined_experts(tmp_path: Path) -> None:
-    """Catches experts that are written one by one where the files have them in one tensor."""
-    with_layer(tmp_path / "target", "qwen", "qwen3_moe", joined=True)
-    drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu"))
-    drafter.module.layers[0].mlp.experts.down_proj.data.fill_(0.5)
-    drafter.save_pretrained(tmp_path / "trained")
-    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("target", "new"))
-    assert before.keys() == after.keys() and (after["mtp.layers.0.mlp.experts.down_proj"] == 0.5).all()
-
-
-def test_stitching_an_adapter(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
-    """Catches a LoRA whose matrices are taken for the layer's, or that is left out."""
-    tiny_run.train_here("mtp", settings | {"steps": 1})
-    settings |= {"init_from": str(tmp_path / "run"), "out": str(tmp_path / "lora"), "lora": {"r": 2}}
-    tiny_run.train_here("mtp", settings | {"steps": 2, "warmup_steps": 0, "learning_rate": 0.1})
-    program.main([str(tmp_path / "lora"), "--out", str(tmp_path / "new")])
-    merged, base = (load_drafter(str(tmp_path / name), target).module for name in ("lora", "run"))
-    stitched = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu"))
-    found = stitched.module.fc.weight  # type: ignore[attr-defined]
-    assert torch.equal(found, merged.fc.weight.to(found.dtype)) and not torch.equal(found, base.fc.weight)
-
-
-def test_stitching_what_does_not_belong_together(tmp_path: Path) -> None:
-    """Catches a layer in another target, one of another kind, another method's head, and a target that is no folder."""
-    with_layer(tmp_path / "target", "qwen")
-    families.saved("llama", {"vocab_size": 99}, tmp_path / "other")
-    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
-    mtp(target, "chain", kind="mimo").save_pretrained(tmp_path / "mimo")
-    mtp(target, "chain").save_pretrained(tmp_path / "qwen")
-    new_drafter("eagle", target).save_pretrained(tmp_path / "eagle")
-    for checkpoint, name, message in (
-        ("qwen", str(tmp_path / "other"), "was trained for .* and .*other has the fingerprint"),
-        ("mimo", str(tmp_path / "target"), "is of kind mimo, and the MTP layer of .* of kind qwen"),
-        ("eagle", str(tmp_path / "target"), "holds a drafter of type 'eagle', and only mtp is stitched"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            program.main([str(tmp_path / checkpoint), "--out", str(tmp_path / "new"), "--target", name])
-    with pytest.raises(ValueError, match="for vLLM: engines load it from its target's files; .* drafters.stitch"):
-        export(str(tmp_path / "qwen"), "vllm", tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 # ------------------------------------------------------------------------------------------- training
@@ -468,7 +277,7 @@ def test_a_new_layer_begins_as_the_best_linear_one(settings: dict[str, Any], kin
         batch = collate(inputs.train, [1, 3], config.taps)
         batch = replace(batch, rows=task.rows(batch))
         pairs = task.pairs(task.module, batch, seed=0)
-        losses.append(float((pairs.predictions[0] - pairs.targets).pow(2).mean()))
+        losses.append(float((pairs.predictions[0] - pairs.targets).detach().pow(2).mean()))
         task.module.fc.weight.data.copy_(weight)
     assert losses[0] < 0.5 * float(pairs.targets.pow(2).mean()) and losses[0] < min(losses[1:])
 
@@ -496,6 +305,22 @@ def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_
         ValueError, match="head.kind is mimo, and the MTP layer of .* is of kind qwen; set head.kind=qwen"
     ):
         make_task(config, open_inputs(config).ends).load()
+
+
+def test_a_dry_run_finds_the_first_weights(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a dry run of a fine-tuning that cannot start, and one reason once for each program."""
+    settings |= {"start": "target"}
+    report = dry_run(tiny_run.read("mtp", settings), tiny_run.arguments())
+    assert [problem.partition("has no")[2][:10] for problem in report.problems] == [" MTP layer"]
+    (served,) = [line for line in report.lines if line.startswith("served by")]
+    assert served.count("drafters.stitch") == 1 and "vLLM, SGLang" in served
+    with_layer(tmp_path / "own", "qwen", "mixtral")
+    stores = tiny_run.write_stores(
+        tmp_path / "stores", TargetModel.from_pretrained(str(tmp_path / "own"), "float32", "cpu")
+    )
+    settings |= {"target": str(tmp_path / "own"), "features": str(stores)}
+    report = dry_run(tiny_run.read("mtp", settings), tiny_run.arguments())
+    assert not report.problems and "of kind qwen" in report.text()
 
 
 def test_a_layer_that_knows_the_text_drafts_it(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:

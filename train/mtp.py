@@ -38,6 +38,10 @@ class MTPConfig(TrainConfig):
         return self.unroll_from
 
     @property
+    def starts_in_target(self) -> bool:
+        return self.start == "target" and self.init_from is None
+
+    @property
     def solves_weights(self) -> bool:
         return self.start == "regression" and self.init_from is None
 
@@ -50,7 +54,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.heads.mtp.own import load_own
+from drafters.heads.mtp.own import find_own, load_own
 from drafters.hub.checkpoint import load_state
 from drafters.model.ends import FrozenEnds, load_norm
 from train.core.losses import Pairs
@@ -87,20 +91,26 @@ class MTPTask(UnrolledTask):
         self.predictions = self.passes = config.unroll
 
     def load(self) -> None:
-        """With ``start: target``, read the layer of the target's files.
+        """With ``start: target``, read the layer of the target's files; raises as ``check_start``."""
+        if self.config.starts_in_target:
+            self.check_start(self.config)
+            _, weights = load_own(self.config.target, self.config.revision)
+            load_state(self.drafting_module, weights, f"the MTP layer of {self.config.target}")
+
+    @classmethod
+    def check_start(cls, config: Any) -> str:
+        """As the base class.
 
         Raises:
-            ValueError: there is none, one of another kind, or one that does not fit the target's family.
+            ValueError: there is no layer, one of another kind, or one that does not fit the target's family.
         """
-        if self.config.start != "target" or self.config.init_from is not None:
-            return
-        kind, weights = load_own(self.config.target, self.config.revision)
-        if kind != self.config.head.kind:
+        kind, _ = find_own(config.target, config.revision)
+        if kind != config.head.kind:
             raise ValueError(
-                f"head.kind is {self.config.head.kind}, and the MTP layer of {self.config.target} is of kind {kind}; "
+                f"head.kind is {config.head.kind}, and the MTP layer of {config.target} is of kind {kind}; "
                 f"set head.kind={kind}, or start=regression for a new layer"
             )
-        load_state(self.drafting_module, weights, f"the MTP layer of {self.config.target}")
+        return f"the MTP layer in the target's files, of kind {kind}"
 
     def fit(self, train: Source) -> None:
         """Let ``fc`` predict the next feature linearly; the norm behind the layer begins as the target's last one."""

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from drafters.common.files import replace_json
+from drafters.common.files import replace_json, save_tensors
 from drafters.common.fingerprints import same_weights
 from drafters.heads.mtp.own import NAMES, joined_experts, kind_of, load_own, own_names, stored_names
 from drafters.model.ends import load_frozen_ends
@@ -137,7 +136,7 @@ def _rewrite(before: Path, after: Path, tensors: dict[str, Tensor]) -> None:
         with safe_open(before, framework="pt") as opened:
             metadata = opened.metadata() or metadata
             whole = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no dict)
-    save_file({key: value.contiguous() for key, value in (whole | tensors).items()}, after, metadata)
+    save_tensors(whole | tensors, after, metadata)
 
 
 def _write_index(index: Path, out: Path, new: dict[str, Tensor]) -> None:

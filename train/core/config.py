@@ -196,6 +196,11 @@ class TrainConfig(Config):
         return (self.draft_vocab if self.sizes_lm_head else None) or self.loss_vocab
 
     @property
+    def starts_in_target(self) -> bool:
+        """Whether the first weights are in the target's own files."""
+        return False
+
+    @property
     def solves_weights(self) -> bool:
         """Whether some new weights are solved for from the training data."""
         return False

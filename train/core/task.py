@@ -123,6 +123,11 @@ class Task:
     def load(self) -> None:  # noqa: B027 (most methods have nothing to load)
         """Read weights that are not random into the module."""
 
+    @classmethod
+    def check_start(cls, config: TrainConfig) -> str:
+        """With the config's ``starts_in_target``: a line on the weights there; raises ValueError if they do not fit."""
+        return ""
+
     def fit(self, train: Source) -> None:  # noqa: B027
         """With the config's ``solves_weights``: solve for some new weights from the training data."""
 

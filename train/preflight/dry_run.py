@@ -34,7 +34,7 @@ from drafters.model.files import free_memory, load_config_only, resolve_device
 from drafters.model.loading import BASE, config_and_adapter
 from drafters.model.weights import open_weights, weight_files
 from train.core.config import TrainConfig
-from train.core.task import Task
+from train.core.task import Task, task_class
 from train.core.weights import init_from
 from train.data.online import OnlineFeatures, as_feature_keys
 from train.data.packing import Source
@@ -128,6 +128,8 @@ def dry_run(config: TrainConfig, options: Namespace) -> Report:
     if target is not None:
         config = config.settled(lambda: target.num_hidden_layers)
         local = local and local.settled(lambda: target.num_hidden_layers)
+    if local is not None and "weights" not in missing and config.starts_in_target:
+        report.check("first weights", partial(task_class(config.drafter).check_start, local), str)
     others = [report.check(key, partial(check_model, name), name) for key, name in config.other_models.items()]
 
     # The data, and whether it fits the target, as far as that is here.
@@ -394,7 +396,11 @@ def served_text(method: str, options: dict[str, Any], target: PretrainedConfig) 
     """The engines that can serve the trained drafter, and the reasons why others cannot."""
     reasons = served_by(method, options, target)
     able = [READERS[to] for to, reason in reasons.items() if reason is None]
-    others = [f"not by {READERS[to]}: {reason}" for to, reason in reasons.items() if reason is not None]
+    refused: dict[str, list[str]] = {}
+    for to, reason in reasons.items():
+        if reason is not None:
+            refused.setdefault(reason, []).append(READERS[to])
+    others = [f"not by {', '.join(readers)}: {reason}" for reason, readers in refused.items()]
     layer = f" (layer: {options['layer']})" if "layer" in options else ""
     return "; ".join([", ".join(["this toolkit", *able]) + layer, *others])
 

@@ -78,6 +78,17 @@ def load_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, Te
     """Read the MTP layer of a target's files: its kind, and the tensors of our module in the files' dtype.
 
     Raises:
+        ValueError: as ``find_own``.
+    """
+    kind, names = find_own(name, revision)
+    tensors = {names[one]: value for one, value in read_tensors(name, revision, names.__contains__)}
+    return kind, fused_experts(tensors)
+
+
+def find_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, str]]:
+    """Return the kind of the MTP layer in a target's files, and its tensors: name there -> name in our module.
+
+    Raises:
         ValueError: the files have none, several, one that is quantised, or one with other tensors than the target's
             family has.
     """
@@ -101,8 +112,7 @@ def load_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, Te
         raise ValueError(f"{name}: its MTP layer is quantised ({packed[0]}); give the target in bf16 for the drafter")
     others = [one for one in stored if one.startswith("mtp.")] if kind == "qwen" else []
     _check_tensors(name, {one: stored[one].shape for one in [*names, *others]}, kind, config)
-    tensors = {names[one]: value for one, value in read_tensors(name, revision, names.__contains__)}
-    return kind, fused_experts(tensors)
+    return kind, names
 
 
 def _check_tensors(name: str, found: Mapping[str, tuple[int, ...]], kind: Kind, config: PretrainedConfig) -> None:
