@@ -153,9 +153,7 @@ def _method_refused(to: str, kind: type[LearnedDrafter]) -> str | None:
     if to in kind.forms.readers:
         return None
     if kind.stitched:
-        return (
-            "engines load it from its target's files; write it there: python -m drafters.stitch CHECKPOINT --out F"
-        )
+        return "engines load it from its target's files; write it there: python -m drafters.stitch CHECKPOINT --out F"
     known = ", ".join(other.forms.noun for other in exportable() if to in other.forms.readers)
     return f"it is of the method {kind.name!r}; {READERS[to]} loads {known}, and no other head of ours"
 
