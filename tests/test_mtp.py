@@ -24,6 +24,7 @@ from drafters.loop.state import DecodeState
 from eval.measure.mistakes import declared
 from train.core.task import make_task
 from train.data.packing import collate
+from train.data.regression import add_nothing, affine
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
@@ -280,6 +281,59 @@ def test_a_new_layer_begins_as_the_best_linear_one(settings: dict[str, Any], kin
         losses.append(float((pairs.predictions[0] - pairs.targets).detach().pow(2).mean()))
         task.module.fc.weight.data.copy_(weight)
     assert losses[0] < 0.5 * float(pairs.targets.pow(2).mean()) and losses[0] < min(losses[1:])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "glm4_moe", "starcoder2"])
+def test_a_new_layer_adds_nothing(family: str) -> None:
+    """Catches experts that add something to what a new layer returns."""
+    head = new_head("mtp", families.build(family, families.DECODED[family]).config)
+    add_nothing(head)
+    hidden, positions = torch.randn(1, 5, 48), torch.arange(5)[None]
+    with torch.no_grad():
+        out = head.layers[0](
+            hidden,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=head.rotary_emb(hidden, positions),
+        )
+    torch.testing.assert_close(out, hidden)
+
+
+def test_a_new_layer_of_a_family_with_layer_norms(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches factors and bias of a LayerNorm that the first weights leave out."""
+    families.saved("starcoder2", {}, tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    stores = tiny_run.write_stores(tmp_path / "stores", target)
+    settings |= {"target": target.name, "features": str(stores), "start": "regression", "precision": "float32"}
+    config = tiny_run.read("mtp", settings)
+    inputs = open_inputs(config)
+    task: Any = make_task(config, inputs.ends)
+    task.fit(inputs.train)
+    ones = torch.ones(48)
+    factor, bias = affine(task.module.norm, ones)
+    values = torch.randn(48)
+    values = (values - values.mean()) / values.std(correction=0)
+    torch.testing.assert_close(task.module.norm(values), values * factor + bias, atol=1e-3, rtol=1e-3)
+    batch = collate(inputs.train, [1, 3], config.taps)
+    pairs = task.pairs(task.module, replace(batch, rows=task.rows(batch)), seed=0)
+    error = (pairs.predictions[0] - pairs.targets).detach().pow(2).mean()
+    assert error < 0.3 * pairs.targets.var(0).mean()
+
+
+def test_the_first_embedding_is_masked_in_the_fit(settings: dict[str, Any]) -> None:
+    """Catches first weights that are fitted to an embedding which the layer never reads."""
+    settings |= {"head": {"kind": "mimo"}, "start": "regression", "unroll": 1}
+    inputs = open_inputs(config := tiny_run.read("mtp", settings))
+    task: Any = make_task(config, inputs.ends)
+    read: list[Tensor] = []
+
+    def noted(pairs: Any, noise: Tensor) -> Tensor:
+        read.extend(x for x, _ in pairs)
+        return torch.zeros(48, 96)
+
+    with mock.patch("train.data.regression.least_squares", noted):
+        task.fit(inputs.train)
+    assert int((torch.cat(read)[:, 48:] == 0).all(1).sum()) == len(inputs.train.lengths)
 
 
 def test_later_steps_begin_late(settings: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ from torch import Tensor
 from drafters.heads.mtp.own import find_own, load_own
 from drafters.hub.checkpoint import load_state
 from drafters.model.ends import FrozenEnds, load_norm
+from drafters.model.runner import identity
 from train.core.losses import Pairs
 from train.core.task import Ratio, target_states
 from train.core.unroll import UnrolledTask
@@ -117,8 +118,7 @@ class MTPTask(UnrolledTask):
         norm = load_norm(self.config.target, "float32", self.ends.embed.weight.device, self.config.revision)
         head: Any = self.module
         head.norm.load_state_dict(norm.state_dict())
-        ones = torch.ones(self.ends.embed.embedding_dim, device=self.ends.embed.weight.device)
-        fit_fc(self, train, 0.0, head.side_by_side, norm(ones))
+        fit_fc(self, train, 0.0, lambda *inputs: head.enter(*inputs, identity), norm)
 
     def pairs(self, module: Any, batch: Batch, seed: int | None = None) -> Pairs:
         targets = target_states(batch, self.ahead).flatten(0, 1)[batch.rows]

@@ -15,12 +15,13 @@ from train.data.packing import Source, collate, complete, epoch_batches
 
 ROWS = 16  # rows of the least squares for each input
 PART_TOKENS = 4096  # tokens of the dialogues that are read together
-ADDING = {"o_proj", "down_proj", "c_proj", "dense"}  # projections whose output a layer adds to its input, by family
+# Projections whose output a layer adds to its input, by family; those of experts are parameters.
+ADDING = {"o_proj", "down_proj", "c_proj", "dense", "output_linear"}
 SMALLEST = 1e-3  # factor of a norm below which an output counts for nothing
 RIDGE = 1e-3  # regularisation, as a share of an input's mean square: keeps weights small that few rows determine
 
 
-def side_by_side(features: Tensor, embeddings: Tensor) -> Tensor:
+def side_by_side(features: Tensor, embeddings: Tensor, first: Tensor) -> Tensor:
     """What an EAGLE head's fc reads."""
     return torch.cat([embeddings, features], dim=-1)
 
@@ -30,15 +31,16 @@ def fit_fc(
     task: Any,
     train: Source,
     noise_width: float,
-    enter: Callable[[Tensor, Tensor], Tensor] = side_by_side,
-    factor: Tensor | None = None,
+    enter: Callable[[Tensor, Tensor, Tensor], Tensor] = side_by_side,
+    norm: nn.Module | None = None,
 ) -> None:
     """Solve for the fc of an EAGLE or MTP head over trained positions of ``train``, and let its layer add nothing.
 
     Args:
         noise_width: width of the uniform noise on the features in training.
-        enter: features ``[n, H]`` and embeddings ``[n, H]`` -> what fc reads, ``[n, 2 H]``.
-        factor: ``[H]``, factors that a norm behind the layer multiplies with; None without one.
+        enter: features ``[n, H]``, embeddings ``[n, H]`` and bool ``[n]``, at position 0 of a text -> what fc reads,
+            ``[n, 2 H]``.
+        norm: the norm behind the layer; None without one.
 
     Raises:
         ValueError: no position is trained.
@@ -46,24 +48,35 @@ def fit_fc(
     width = task.ends.embed.embedding_dim
     noise = torch.zeros(2 * width)
     noise[width:] = noise_width**2 / 3  # the mean square of U(-a, a)
-    solution = least_squares(_pairs(task, train, ROWS * 2 * width, enter), noise)
-    if factor is not None:
+    pairs = _pairs(task, train, ROWS * 2 * width, enter)
+    if norm is None:
+        solution = least_squares(pairs, noise)
+    else:
+        factor, bias = affine(norm, torch.ones(width, device=task.ends.embed.weight.device))
+        solution = least_squares(((x, y - bias) for x, y in pairs), noise)
         solution /= factor.where(factor.abs() > SMALLEST, 1.0).to(solution)[:, None]
     task.module.get_parameter("fc.weight").copy_(solution)
     add_nothing(task.module)
 
 
+def affine(norm: nn.Module, ones: Tensor) -> tuple[Tensor, Tensor]:
+    """Factor and bias ``[H]`` of a norm, whether its class multiplies by w or 1 + w, and also subtracts the mean."""
+    signs = ones.clone()
+    signs[1::2] = -1  # mean 0, mean square 1
+    bias = norm(torch.zeros_like(ones))
+    return (norm(signs) - bias) * signs, bias
+
+
 @torch.no_grad()
 def add_nothing(head: nn.Module) -> None:
     """Let a head's layer return its input."""
-    for name, module in head.named_modules():
-        if name.rpartition(".")[2] in ADDING:
-            for weights in module.parameters():
-                weights.zero_()
+    for name, weights in head.named_parameters():
+        if not ADDING.isdisjoint(name.split(".")):
+            weights.zero_()
 
 
 def _pairs(
-    task: Any, train: Source, wanted: int, enter: Callable[[Tensor, Tensor], Tensor]
+    task: Any, train: Source, wanted: int, enter: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs ``[n, 2 H]`` and targets ``[n, H]`` of fc, part by part, up to about ``wanted`` rows."""
     device, count = task.ends.embed.weight.device, 0
@@ -78,7 +91,8 @@ def _pairs(
             task.features(batch).flatten(0, 1)[rows],
             target_states(batch, task.ahead).flatten(0, 1)[rows],
         )
-        yield enter(features, task.ends.embed(read).float()), targets
+        first = batch.position_ids.flatten()[rows] == 0
+        yield enter(features, task.ends.embed(read).float(), first), targets
         count += len(rows)
 
 
