@@ -174,6 +174,18 @@ def test_a_layer_behind_dense_ones_has_experts(tmp_path: Path) -> None:
     assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[key]) for key, value in theirs.items())
 
 
+def test_a_routers_bias_stays_exact(tmp_path: Path) -> None:
+    """Catches a bias in 16 bits, which sends tokens to other experts than the target's own layers do."""
+    glm(tmp_path / "target", torch.bfloat16)
+    bias = load_file(tmp_path / "target" / "model.safetensors")["model.layers.3.mlp.gate.e_score_correction_bias"]
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "bfloat16", "cpu")
+    drafter: Any = make_drafter("mtp", target)
+    drafter.save_pretrained(tmp_path / "saved")
+    for each in (drafter, load_drafter(str(tmp_path / "saved"), target)):
+        assert torch.equal(each.module.layers[0].mlp.gate.e_score_correction_bias, bias)
+    generate(target, drafter, [prompt(9)], max_new_tokens=4)
+
+
 def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
     """Catches a draft from random weights where the layer is missing, lacks tensors, or is one of several."""
     families.saved("llama", {"num_nextn_predict_layers": 1}, tmp_path / "none")

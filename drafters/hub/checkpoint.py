@@ -42,6 +42,7 @@ CONFIG_FILE = "config.json"
 HUB_NAMES = "hub_names"  # key of ``training``
 WEIGHTS_FILE = "model.safetensors"
 CONFIDENCE_FILE = "confidence.json"  # of train.tools.calibrate, in the format of SGLang's option
+EXACT = "e_score_correction_bias"  # of a router of experts; transformers keeps it in float32, too
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 
@@ -141,7 +142,7 @@ def save_checkpoint(
 
     Args:
         module: the module, or its weights by name.
-        dtype: floating-point weights are cast to it; None keeps theirs.
+        dtype: floating-point weights are cast to it, except for ``EXACT``; None keeps theirs.
 
     Raises:
         ValueError: ``config`` does not follow ``CheckpointConfig``, or a weight is NaN or infinite.
@@ -153,7 +154,7 @@ def save_checkpoint(
     state = module.state_dict() if isinstance(module, nn.Module) else module
     weights = {}
     for name, value in state.items():
-        kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
+        kept = value.dtype if dtype is None or not value.is_floating_point() or name.endswith(EXACT) else dtype
         weights[name] = value.detach().to("cpu", kept).contiguous().clone()  # safetensors refuses shared storage
     check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)

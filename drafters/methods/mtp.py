@@ -16,6 +16,7 @@ from drafters.heads.mtp.module import MTPLayer
 from drafters.heads.mtp.own import load_own
 from drafters.heads.mtp.shape import MTPShape
 from drafters.heads.shape import split
+from drafters.hub.checkpoint import EXACT
 from drafters.learned import LearnedDrafter
 from drafters.loop.call import check_loaded
 from drafters.methods.eagle import EagleDrafter, EagleOptions, FeatureHead, shaped
@@ -79,7 +80,10 @@ class MTPDrafter(LearnedDrafter):
     unread = EagleDrafter.unread
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Any) -> None:
+        exact = {name: value.clone() for name, value in module.named_buffers() if name.endswith(EXACT)}
         super().__init__(target, module, options)
+        for name, value in exact.items():
+            self.module.get_submodule(name.removesuffix(f".{EXACT}")).register_buffer(EXACT, value.to(target.device))
         head = MTPFeatures(target, self.module, options)  # type: ignore[arg-type]
         self.hold(head, *shaped(options, head, options.depth or DEPTHS[options.tree]))
 
