@@ -1,5 +1,6 @@
 """MTP: drafts equal the layer from its description, targets' own layers are read, training is exact."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from unittest import mock
 
 import conformance
 import families
+import peft
 import pytest
+import quantised_folders
 import tiny_run
 import torch
 import torch.nn.functional as F
@@ -17,8 +20,10 @@ from mtp_layers import glm, mtp, with_layer
 from rigged import goes_by
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.heads.mtp.own import load_own
 from drafters.heads.mtp.shape import MTPShape
 from drafters.loop.state import DecodeState
 from eval.measure.mistakes import declared
@@ -172,6 +177,38 @@ def test_a_layer_behind_dense_ones_has_experts(tmp_path: Path) -> None:
     theirs, ours = model.model.layers[2].state_dict(), drafter.module.layers[0].state_dict()
     assert any("experts" in name for name in ours)
     assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[key]) for key, value in theirs.items())
+
+
+def test_the_layer_of_a_named_model_and_of_an_adapter(tmp_path: Path) -> None:
+    """Catches a layer that is looked for under the name that reports give a model, and a LoRA without a config.json."""
+    with_layer(tmp_path / "own", "qwen")
+    named = TargetModel(AutoModelForCausalLM.from_pretrained(tmp_path / "own"), name="mine")
+    assert make_drafter("mtp", named).name == "mtp"
+    options = peft.LoraConfig(r=2, target_modules="all-linear")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "own"), options).save_pretrained(
+        tmp_path / "lora"
+    )
+    target = TargetModel.from_pretrained(str(tmp_path / "lora"), "float32", "cpu")
+    with pytest.raises(ValueError, match="lora is a LoRA adapter of .*own, which may have an MTP layer; merge it"):
+        make_drafter("mtp", target)
+
+
+def test_quantised_targets(tmp_path: Path) -> None:
+    """Catches a layer in 16 bits that is refused because the target is quantised, and a quantised one that is read."""
+    with_layer(tmp_path / "both", "qwen")
+    plain = load_file(tmp_path / "both" / "model.safetensors")
+    shutil.copytree(tmp_path / "both", tmp_path / "target")
+    for name in ("both", "target"):
+        quantised_folders.fp8(tmp_path / name)
+    file = tmp_path / "target" / "model.safetensors"
+    whole = {key: value for key, value in load_file(file).items() if not key.startswith("mtp.")}
+    save_file(whole | {key: value for key, value in plain.items() if key.startswith("mtp.")}, file, {"format": "pt"})
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    drafter: Any = make_drafter("mtp", target)
+    assert torch.equal(drafter.module.fc.weight, plain["mtp.fc.weight"])
+    assert generate(target, drafter, [prompt(9)], max_new_tokens=4).tokens.shape == (1, 4)
+    with pytest.raises(ValueError, match=r"its MTP layer is quantised \(mtp.layers.0.mlp.down_proj"):
+        load_own(str(tmp_path / "both"))
 
 
 def test_a_routers_bias_stays_exact(tmp_path: Path) -> None:

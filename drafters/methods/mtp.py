@@ -99,11 +99,10 @@ class MTPDrafter(LearnedDrafter):
         if options.get("adapter") is not None:
             raise ValueError("adapter is given, and no checkpoint; give checkpoint: the drafter that it is for")
         keys, _ = split(cls.shape, options)
-        kind, weights = load_own(target.name, target.revision)
+        name = target.source or target.config.name_or_path or target.name
+        kind, weights = load_own(name, target.revision)
         if keys.get("kind", kind) != kind:
-            raise ValueError(
-                f"kind is {keys['kind']}, and the MTP layer of {target.name} is of kind {kind}; leave it out"
-            )
+            raise ValueError(f"kind is {keys['kind']}, and the MTP layer of {name} is of kind {kind}; leave it out")
         drafter = cls.from_weights(target, weights, options | {"kind": kind})
         drafter.refuse_unread(options)
         return drafter

@@ -14,6 +14,7 @@ from drafters.heads.mtp.module import MTPLayer
 from drafters.heads.mtp.shape import Kind, MTPShape
 from drafters.model.ends import read_tensors
 from drafters.model.files import load_config_only
+from drafters.model.loading import BASE, MERGE, config_and_adapter
 from drafters.model.weights import SHOWN, stored_tensors
 
 # By kind: beginnings of the tensors' names, with {n} for the target's number of layers, and their names in our module.
@@ -92,7 +93,9 @@ def find_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, st
         ValueError: the files have none, several, one that is quantised, or one with other tensors than the target's
             family has.
     """
-    config = load_config_only(name, revision)
+    config, adapter = config_and_adapter(name, revision)
+    if adapter is not None:
+        raise ValueError(f"{name} is a LoRA adapter of {adapter[BASE]}, which may have an MTP layer; {MERGE}")
     layers, stored = config.num_hidden_layers, stored_tensors(name, revision)
     kind = kind_of(stored, layers)
     if kind is None:
