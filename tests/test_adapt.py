@@ -105,8 +105,8 @@ def planned(folder: Path, drafter: Path, **changes: Any) -> dict[str, str]:
 
 
 def test_the_recipe_is_the_heads_own(tmp_path: Path) -> None:
-    """Catches a head of another shape than the one that is adapted, its rate of a first training, and a name that the
-    shell expands."""
+    """Catches a head of another shape than the one that is adapted, its rate of a first training, first steps that
+    train a part of it, and a name that the shell expands."""
     files = planned(tmp_path, HEAD, guard="$(touch y)", lora=True)
     config = validate(schema_of("eagle"), yaml.safe_load(files["configs/eagle.yaml"]), "test")
     assert config.learning_rate == pytest.approx(adapt.SHARE * 3e-3) and config.lora is not None
@@ -115,11 +115,13 @@ def test_the_recipe_is_the_heads_own(tmp_path: Path) -> None:
     assert "--guard '$(touch y)'" in files["run.sh"] and "/$(touch x)'" in files["run.sh"]
     for name in ("stdlib-eagle3", "stdlib-dflash", "stdlib-dspark", "stdlib-kangaroo"):
         head = ROOT / "checkpoints" / name
-        method = config_of(head).drafter_type
+        method = (stored_head := config_of(head)).drafter_type
         made = validate(schema_of(method), yaml.safe_load(planned(tmp_path, head)[f"configs/{method}.yaml"]), name)
         stored = made.settled(lambda: 12).shape.stored()
         kept = {key: value for key, value in config_of(head).drafter.items() if key in stored}
         assert {key: stored[key] for key in kept} == kept and method in trained_methods()
+        recorded = stored_head.model_copy(update={"training": {"config": {"ttt_from": 0.5, "unroll_from": 0.5}}})
+        assert not {"ttt_from", "unroll_from"} & adapt.recipe(recorded, schema_of(method)).keys()
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path) -> None:

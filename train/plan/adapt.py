@@ -30,7 +30,8 @@ SMALL_RATE, LARGE_RATE = 1e-4, 1e-6  # for hidden sizes up to SMALL, and above
 # Keys of a recorded training that the adaptation repeats, beside the method's own.
 REPEATED = {"optimizer", "betas", "weight_decay", "gradient_clipping", "classification_loss", "lk_eta"}
 REPEATED |= {"top_k_weight", "top_k", "loss_vocab", "loss_chunk_rows"}
-NOT_REPEATED = {"start", "lm_head_start", "joint", "init_from"}  # of new weights, or of another target
+# Of new weights, or of another target.
+NOT_REPEATED = {"start", "lm_head_start", "joint", "init_from", "ttt_from", "unroll_from"}
 
 
 def write(adapt: AdaptConfig, command: list[str]) -> None:
