@@ -134,6 +134,15 @@ def test_a_planted_mistake_changes_drafts(name: str) -> None:
     assert drafts[0] != drafts[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_is_stored_whole(kind: Any) -> None:
+    """Catches a key of another value than its kind's that a checkpoint leaves out, so that it loads with the kind's."""
+    for name in ("embedding_first", "feeds_back_normed", "masks_first"):
+        for value in (True, False):
+            shape = MTPShape(**{"kind": kind, name: value})
+            assert MTPShape(**shape.stored()) == shape
+
+
 # ------------------------------------------------------------------------------------------- the target's own layer
 
 

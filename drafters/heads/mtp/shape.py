@@ -23,7 +23,7 @@ class MTPShape(HeadShape):
     GLM-4.5 and later).
     """
 
-    stated: ClassVar[tuple[str, ...]] = ("kind",)
+    stated: ClassVar[tuple[str, ...]] = ("kind", "embedding_first", "feeds_back_normed", "masks_first")
     mistakes: ClassVar[dict[str, str]] = {
         "embedding_first": "embedding and hidden state swapped",
         "feeds_back_normed": "feedback on the wrong side of the norm",
