@@ -3,7 +3,7 @@
     python -m drafters.stitch CHECKPOINT --out FOLDER [--target MODEL]
     vllm serve FOLDER --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'
 
-Only files that hold the layer are written anew; the others are hard links. The target itself stays as it is.
+Only files that hold the layer are written anew; other weights are hard links. The target itself stays as it is.
 """
 
 from pathlib import Path

@@ -280,6 +280,14 @@ def test_every_method_has_a_plan(method: str, hidden: int, facts: Facts, tmp_pat
         assert made.trained.batch_tokens == 1024
 
 
+@pytest.mark.parametrize(("kind", "rate"), [(None, 2e-3), ("mimo", 5e-5)])
+def test_an_mtp_layer_is_tuned_gently(kind: str | None, rate: float, facts: Facts, tmp_path: Path) -> None:
+    """Catches the rate of new weights for a small target's own layer, which unlearns what it knows."""
+    made: Any = Plan(tmp_path, replace(other(facts, hidden_size=64), mtp_kind=kind), method="mtp").trained
+    assert (made.learning_rate, made.start) == (rate, "target" if kind else "regression")
+    assert made.head.kind == (kind or "qwen")
+
+
 def test_the_mask_token_is_one_that_texts_lack(facts: Facts) -> None:
     """Catches a mask token that ends turns, or that the dialogues have: blocks would be trained to take it for text."""
     tokenizer = facts.chat.tokenizer

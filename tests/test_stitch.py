@@ -23,8 +23,8 @@ from drafters.model.draft_head import DRAFT_IDS
 
 @pytest.mark.parametrize(("shards", "written"), [(1, "model.safetensors"), (2, "model-2.safetensors")])
 def test_stitching_changes_the_layer_alone(tmp_path: Path, shards: int, written: str) -> None:
-    """Catches a tensor of the target that changes, a target that is written into, a stale index, and a layer that is
-    read from another place than it was written to."""
+    """Catches a tensor of the target that changes, a target that is written into, a stale index, a layer that is
+    read from another place than it was written to, and a file of settings whose edit changes the target's."""
     with_layer(tmp_path / "target", "qwen", shards=shards)
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     drafter: Any = make_drafter("mtp", target)
@@ -37,6 +37,8 @@ def test_stitching_changes_the_layer_alone(tmp_path: Path, shards: int, written:
     before = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
     program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new"), "--target", str(tmp_path / "target")])
     assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == before
+    links = {path.name for path in (tmp_path / "new").iterdir() if path.stat().st_nlink > 1}
+    assert links == ({"model-1.safetensors"} if shards > 1 else set())
     changed = {path.name for path in (tmp_path / "new").iterdir() if path.read_bytes() != before.get(path.name)}
     assert changed - {"config.json", "model.safetensors.index.json"} == {written}
     stitched = TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu")

@@ -1,7 +1,8 @@
 """Write a trained MTP layer into a copy of its target's files, where engines read it.
 
-Only files of weights that hold the layer are written anew. The others are hard links of the target's where the disk
-allows it, else copies. Every other tensor stays as it was, bit for bit.
+Only files of weights that hold the layer are written anew. The other weights are hard links of the target's where the
+disk allows it; all else is copied, so that an edit there leaves the target alone. Every other tensor stays as it was,
+bit for bit.
 """
 
 import json
@@ -60,7 +61,7 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.is_file() and path.name not in {*files, INDEX, "config.json"}:
-            _link(path, out / path.name)
+            (_link if path.suffix == ".safetensors" else shutil.copyfile)(path, out / path.name)
     in_files = {key: places[key].key if key in places else _new_key(key, stored) for key in tensors}
     for file in sorted(files):
         part = [key for key in tensors if key not in places or places[key].file == file]
