@@ -11,6 +11,7 @@ from unittest import mock
 
 import tiny
 from conformance import NO_EOS, prompt, rows_of
+from mtp_layers import mtp
 from rigged import dflash, dflash2, dspark, eagle, eagle3, kangaroo, medusa, peagle, perturbed, quiet_depths
 from simulated_cuda import SimulatedCuda
 
@@ -89,6 +90,7 @@ METHODS: dict[str, Callable[[TargetModel, Models], Drafter]] = {
     "eagle dynamic": lambda target, _: eagle(target, 0.4, "dynamic", top_k=4, nodes=12),
     "eagle3": lambda target, _: eagle3(target, 0.4, "dynamic", top_k=4, nodes=12),
     "medusa": lambda target, _: medusa(target, 0.4, "static", nodes=12),
+    "mtp": lambda target, _: mtp(target, "chain", 0.4),
     "peagle tree": lambda target, _: peagle(target, "tree", 0.4, nodes=12, top_k=4),
     "dflash chain": lambda target, _: dflash(target, 0.4, "chain"),
     "dflash tree": lambda target, _: dflash(target, 0.4, "tree", nodes=12, top_k=4),

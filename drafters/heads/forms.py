@@ -239,8 +239,8 @@ def another_target(config: Mapping[str, Any], name: str, fingerprint: str | None
     if same_weights(str(known), fingerprint, f"a head made for {made.get('target')}"):
         return None
     return (
-        f"it was trained for {shortened(made.get('target'))} (fingerprint {shortened(known)}), and {name} is another "
-        f"model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
+        f"it was trained for {shortened(made.get('target'))} (target_fingerprint {shortened(known)}), and {name} is "
+        f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
     )
 
 
