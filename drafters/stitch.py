@@ -3,7 +3,7 @@
     python -m drafters.stitch CHECKPOINT --out FOLDER [--target MODEL]
     vllm serve FOLDER --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'
 
-Only files that hold the layer are written anew; other weights are hard links. The target itself stays as it is.
+Only files that hold the layer are rewritten; other weights are hard links. The target itself stays as it is.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     with keeping(lambda: f"{given.out} is incomplete: delete it; to start again: {command()}"):
         files = stitch(given.checkpoint, given.out, given.target)
-    print(f"{given.out}: {', '.join(files)} written anew, the other files as they were")
+    print(f"{given.out}: {', '.join(files)} rewritten, the other files as they were")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write a trained MTP layer into a copy of its target's files, where engines read it.
 
-Only files of weights that hold the layer are written anew. The other weights are hard links of the target's where the
+Only files of weights that hold the layer are rewritten. The other weights are hard links of the target's where the
 disk allows it; all else is copied, so that an edit there leaves the target alone. Every other tensor stays as it was,
 bit for bit.
 """
@@ -31,7 +31,7 @@ COUNTS = {"qwen": "mtp_num_hidden_layers", "mimo": "num_nextn_predict_layers", "
 
 
 def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
-    """Write the target with the layer of ``checkpoint`` into the new folder ``out``; return the files written anew.
+    """Write the target with the layer of ``checkpoint`` into the new folder ``out``; return the rewritten files.
 
     Args:
         checkpoint: the drafter, or a LoRA for one, which is merged.
@@ -45,15 +45,15 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
     if config["drafter_type"] != "mtp":
         raise ValueError(f"{checkpoint} holds a drafter of type {config['drafter_type']!r}, and only mtp is stitched")
     name, kind = target or config["target"]["name"], config["drafter"]["kind"]
-    told, fingerprint = _target(checkpoint, config["target"], name)
-    folder, stored, layers = Path(name), stored_tensors(name, None), told.num_hidden_layers
+    target_config, fingerprint = _target(checkpoint, config["target"], name)
+    folder, stored, layers = Path(name), stored_tensors(name, None), target_config.num_hidden_layers
     if (theirs := kind_of(stored, layers)) not in (None, kind):
         raise ValueError(f"{checkpoint} is of kind {kind}, and the MTP layer of {name} of kind {theirs}")
     own, usual = load_own(name)[1] if theirs else {}, _usual_dtype(stored)
     parts = tuple(NAMES[kind].values())  # ids of draft tokens and candidates stay in the checkpoint
     weights = {key: _as_before(value, own.get(key), usual) for key, value in weights.items() if key.startswith(parts)}
     places = {key: stored[key] for key in own_names(stored, kind, layers)}
-    tensors = stored_names(weights, kind, told, joined_experts(places or stored))
+    tensors = stored_names(weights, kind, target_config, joined_experts(places or stored))
     if places and (others := sorted(tensors.keys() ^ places.keys())):
         raise ValueError(f"{name} and {checkpoint} differ in the layer's tensors, first in {others[0]}")
     single = SINGLE if not (folder / INDEX).is_file() else NEW

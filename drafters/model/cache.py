@@ -185,11 +185,6 @@ class KVCache:
             for values, others in zip(ours, theirs, strict=True):
                 values[:, row, :, :end] = others[:, number, :, :end]
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the allocator from reusing the memory while ``stream`` may still work on it."""
-        for tensor in itertools.chain.from_iterable(self._parts):
-            tensor.record_stream(stream)
-
     def release(self) -> None:
         """Give up the memory, so that the next cache can have it; this cache cannot be used any more."""
         self._parts, self.keys, self.values, self.storage = [], [], [], None

@@ -1,6 +1,6 @@
 """The modules with a running state, and how they read prompts and chains (``drafters/model/running.py``).
 
-A ``Mixer`` stands for such a module in a variant of the body. Its code is transformers' own; only the states are
+A ``Mixer`` replaces such a module in a variant of the body. Its code is transformers' own; only the states are
 handed to it, and its linear layers are called for all tokens of a chain at once.
 """
 
@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class _Linear(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Stands for the module with a running state, in a variant of the body.
+    """Replaces a module with a running state, in a variant of the body.
 
     Attributes:
         layer: its number in the cache. last: the linear layer whose outputs are its own; None where not known.
@@ -114,7 +115,9 @@ class Mixer(nn.Module):
         for count in sorted(set(counts) - {0}):
             rows = [row for row, each in enumerate(counts) if each == count]
             parts.append((rows, before.of(rows).fresh(count)))
-            result = self.call(parts[-1][1], args, named, cutter(total, len(counts), rows, count))
+            result = self.call(
+                parts[-1][1], args, named, partial(cut_rows, total=total, batch=len(counts), rows=rows, count=count)
+            )
             if output is None:
                 output = first(result).new_zeros(len(counts), total, *first(result).shape[2:])
             output[rows, :count] = first(result)
@@ -162,15 +165,11 @@ def with_first(result: Any, output: Tensor) -> Any:
     return (output, *result[1:]) if isinstance(result, tuple) else output
 
 
-def cutter(total: int, batch: int, rows: list[int], count: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that takes ``rows`` and the first ``count`` of ``total`` tokens out of ``[B or 1, R, ...]``."""
-
-    def cut(value: Tensor) -> Tensor:
-        if value.dim() < 2 or value.shape[1] != total:
-            return value
-        return (value[rows] if value.shape[0] == batch else value)[:, :count]
-
-    return cut
+def cut_rows(value: Tensor, total: int, batch: int, rows: list[int], count: int) -> Tensor:
+    """Return sequences ``rows`` and the first ``count`` of ``total`` tokens of a tensor ``[B or 1, R, ...]``."""
+    if value.dim() < 2 or value.shape[1] != total:
+        return value
+    return (value[rows] if value.shape[0] == batch else value)[:, :count]
 
 
 class _Probe(LayerCache):

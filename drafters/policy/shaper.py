@@ -39,7 +39,7 @@ class Shaper:
 
     @property
     def branches(self) -> bool:
-        """True if drafts may be trees whatever the policy chooses."""
+        """True if drafts grow as trees, or a fixed plan is a tree."""
         return self.grows or not all(plan.is_chain for plan in self.fixed.values())
 
     def plan(self, state: "DecodeState", depth: int) -> TreePlan | None:

@@ -34,7 +34,7 @@ class Line(NamedTuple):
     points: list[Point]
 
     def at(self, minutes: float) -> float:
-        """Return tau after so many minutes."""
+        """Return tau after this number of minutes."""
         return self.at_one + self.doubling * math.log2(minutes)
 
 

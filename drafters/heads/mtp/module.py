@@ -32,7 +32,7 @@ class MTPLayer(nn.Module):
         kind = layer_kind(target_config)
         config: Any = kind.config
         if getattr(config, "first_k_dense_replace", 0):
-            config.first_k_dense_replace = 0  # the layer stands behind the target's, not among its first, dense ones
+            config.first_k_dense_replace = 0  # its index here is 0, and the target's first layers are dense
         self.config, wide = config, config.hidden_size
         self.embed_norm, self.hidden_norm, self.norm = (
             build_module(config, kind.norm, wide, eps=kind.eps) for _ in range(3)
