@@ -91,6 +91,7 @@ METHODS: dict[str, Callable[[TargetModel, Models], Drafter]] = {
     "eagle3": lambda target, _: eagle3(target, 0.4, "dynamic", top_k=4, nodes=12),
     "medusa": lambda target, _: medusa(target, 0.4, "static", nodes=12),
     "mtp": lambda target, _: mtp(target, "chain", 0.4),
+    "mtp of two layers": lambda target, _: mtp(target, "dynamic", 0.4, layers=2, top_k=4, nodes=12),
     "peagle tree": lambda target, _: peagle(target, "tree", 0.4, nodes=12, top_k=4),
     "dflash chain": lambda target, _: dflash(target, 0.4, "chain"),
     "dflash tree": lambda target, _: dflash(target, 0.4, "tree", nodes=12, top_k=4),

@@ -11,14 +11,16 @@ import tiny_run
 import torch
 from by_keys import new_drafter
 from mtp_layers import glm, mtp, with_layer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from drafters import TargetModel, load_drafter, make_drafter
 from drafters import stitch as program
+from drafters.heads.mtp.own import own_names
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.layouts.export import export
 from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.weights import stored_tensors
 
 
 @pytest.mark.parametrize(("shards", "written"), [(1, "model.safetensors"), (2, "model-2.safetensors")])
@@ -79,6 +81,54 @@ def test_stitching_keeps_dtypes_and_what_was_not_trained(tmp_path: Path) -> None
     for key, value in before.items():
         assert after[key].dtype == value.dtype
         assert torch.equal(after[key], value) == (key != "model.layers.3.eh_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "layers", "written"),
+    [
+        ("qwen", "llama", 2, {"mtp.layers.1.mlp.up_proj.weight"}),
+        ("deepseek", "glm4_moe", 2, {"model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"}),
+        ("deepseek", "deepseek_v3", 1, {"model.layers.3.self_attn.kv_b_proj.weight"}),
+    ],
+)
+def test_stitching_several_layers_and_copies(
+    tmp_path: Path, kind: str, family: str, layers: int, written: set[str]
+) -> None:
+    """Catches a later layer under the first one's names, and copies of embedding and LM head that are left out."""
+    with_layer(tmp_path / "target", kind, family, shards=2, layers=layers)
+    if kind == "deepseek":
+        parts = [load_file(tmp_path / "target" / f"model-{number}.safetensors") for number in (1, 2)]
+        copies = {f"model.layers.{2 + layers}.shared_head.head.weight": parts[0]["lm_head.weight"].clone()}
+        save_file(parts[1] | copies, tmp_path / "target" / "model-2.safetensors", {"format": "pt"})
+        index = tmp_path / "target" / "model.safetensors.index.json"
+        names = json.loads(index.read_text())
+        names["weight_map"] |= dict.fromkeys(copies, "model-2.safetensors")
+        index.write_text(json.dumps(names))
+    drafter: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu"))
+    names = own_names(stored_tensors(str(tmp_path / "target"), None), kind, 3)  # type: ignore[arg-type]
+    for name in written:
+        drafter.module.get_parameter(names[name]).data.fill_(0.25)
+    drafter.save_pretrained(tmp_path / "trained")
+    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
+    before, after = (load_file(tmp_path / name / "model-2.safetensors") for name in ("target", "new"))
+    assert before.keys() == after.keys()
+    assert {key for key, value in before.items() if not torch.equal(after[key], value)} == written
+    assert all((after[key] == 0.25).all() for key in written)
+    assert (tmp_path / "new" / "model-1.safetensors").stat().st_nlink == 2
+    stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu"))
+    assert stitched.module.shape == drafter.module.shape
+
+
+def test_stitching_new_layers(tmp_path: Path) -> None:
+    """Catches a config.json that says that there is one layer, which engines would load alone."""
+    families.saved("glm4_moe", {}, tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    drafter = mtp(target, "chain", kind="deepseek", layers=3)
+    drafter.save_pretrained(tmp_path / "trained")
+    program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["num_nextn_predict_layers"] == 3
+    stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu"))
+    assert torch.equal(stitched.module.others[1].fc.weight, drafter.module.others[1].fc.weight.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek"])

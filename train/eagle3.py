@@ -88,7 +88,7 @@ class Eagle3Task(UnrolledTask):
         head: Any = self.module
         return head.fused(torch.cat([batch.taps[tap] for tap in self.config.taps], dim=-1))
 
-    def scored(self, outputs: Tensor) -> Tensor:
+    def scored(self, outputs: Tensor, step: int = 0) -> Tensor:
         head: Any = self.module
         return head.scored(outputs)
 

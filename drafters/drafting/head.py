@@ -186,6 +186,10 @@ class StateHead(Head):
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self.pending.add(self.true_features(output), verdict)
 
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache of the head's layers, for ``capacity`` tokens of each sequence."""
+        return self.target.new_cache(batch, capacity, self._layers, self.layer)
+
     def _read_prompts(self, state: DecodeState, output: FeatureOutput) -> None:
         """Put the prompts' tokens into a new cache, all but the last of each, whose features are pending."""
         features = self.true_features(output)
@@ -195,7 +199,7 @@ class StateHead(Head):
         if self.reach is not None:
             capacity = min(capacity, 2 * self.reach + SPARE)
             first = [max(count - self.reach, 0) for count in counts]
-        self.cache = self.target.new_cache(state.batch, capacity, self._layers, self.layer)
+        self.cache = self.new_cache(state.batch, capacity)
         self.cache.dropped, self.cache.positions = first, max(state.cache.capacity, self.cache.capacity)
         if any(first):
             features = rows_of(features, [list(range(*ends)) for ends in zip(first, counts, strict=True)])

@@ -1,4 +1,4 @@
-"""Write a trained MTP layer into a copy of its target's files, where engines read it.
+"""Write trained MTP layers into a copy of its target's files, where engines read it.
 
 Only files of weights that hold the layer are rewritten. The other weights are hard links of the target's where the
 disk allows it; all else is copied, so that an edit there leaves the target alone. Every other tensor stays as it was,
@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from drafters.common.files import replace_json, save_tensors
 from drafters.common.fingerprints import same_weights
-from drafters.heads.mtp.own import NAMES, joined_experts, kind_of, load_own, own_names, stored_names
+from drafters.heads.mtp.own import joined_experts, kind_of, layers_of, load_own, own_names, stored_names, table
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, weight_map
 from drafters.model.head_adapter import load_head
@@ -50,7 +50,8 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
     if (theirs := kind_of(stored, layers)) not in (None, kind):
         raise ValueError(f"{checkpoint} is of kind {kind}, and the MTP layer of {name} of kind {theirs}")
     own, usual = load_own(name)[1] if theirs else {}, _usual_dtype(stored)
-    parts = tuple(NAMES[kind].values())  # ids of draft tokens and candidates stay in the checkpoint
+    count = layers_of(weights)
+    parts = tuple(table(kind, count, layers).values())  # ids of draft tokens and candidates stay in the checkpoint
     weights = {key: _as_before(value, own.get(key), usual) for key, value in weights.items() if key.startswith(parts)}
     places = {key: stored[key] for key in own_names(stored, kind, layers)}
     tensors = stored_names(weights, kind, target_config, joined_experts(places or stored))
@@ -68,7 +69,7 @@ def stitch(checkpoint: str, out: Path, target: str | None = None) -> list[str]:
         _rewrite(folder / file, out / file, {in_files[key]: tensors[key] for key in part})
     if (folder / INDEX).is_file():
         _write_index(folder / INDEX, out, {} if places else {in_files[key]: value for key, value in tensors.items()})
-    _write_config(folder, out, COUNTS[kind])
+    _write_config(folder, out, COUNTS[kind], count)
     _check(out, fingerprint, weights)
     return sorted(files)
 
@@ -150,11 +151,11 @@ def _write_index(index: Path, out: Path, new: dict[str, Tensor]) -> None:
     replace_json(out / INDEX, whole)
 
 
-def _write_config(folder: Path, out: Path, count: str) -> None:
-    """Write config.json, which says that there is one MTP layer."""
+def _write_config(folder: Path, out: Path, key: str, count: int) -> None:
+    """Write config.json, which says how many MTP layers there are."""
     whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     section = whole.get("text_config", whole)
-    section[count] = section.get(count) or 1
+    section[key] = count
     replace_json(out / "config.json", whole)
 
 

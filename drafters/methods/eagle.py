@@ -87,7 +87,7 @@ class FeatureHead(StateHead):
     one_call: Any = None  # a pass of the head over a draft of one sequence
 
     def __init__(self, target: TargetModel, module: Any, part: Part, lm_head: DraftHead) -> None:
-        super().__init__(target, module, len(module.layers), module.config)
+        super().__init__(target, module, len(part.layers), module.config)
         self.part, self.lm_heads = part, [lm_head]
 
     def read(self, features: Tensor, counts: list[int], state: DecodeState) -> Tensor:

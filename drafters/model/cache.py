@@ -243,8 +243,11 @@ class CachePool:
 
 def config_shapes(config: PretrainedConfig, layers: int | None = None) -> list[Shape]:
     """What each of ``layers`` (None: all) attention layers of this configuration keeps of a token."""
+    count = layers or config.num_hidden_layers
+    if getattr(config, "kv_lora_rank", None) is not None:  # latent attention keeps a latent, and a key for RoPE
+        return [(1, config.kv_lora_rank, config.qk_rope_head_dim)] * count
     kv_heads, head_dim = head_sizes(config)
-    return [(kv_heads, head_dim, head_dim)] * (layers or config.num_hidden_layers)
+    return [(kv_heads, head_dim, head_dim)] * count
 
 
 def cache_bytes(shapes: list[Shape], batch: int, capacity: int, dtype: torch.dtype) -> int:

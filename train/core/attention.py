@@ -61,7 +61,9 @@ class Chains(Dialogues):
     states: dict[int, list[States]]
 
     def beside(self, attention: Any) -> list[States]:
-        return self.states[attention.layer_idx][1 : self.step + 1]
+        states = self.states[attention.layer_idx][1 : self.step + 1]
+        expand = getattr(attention, "expand_kv", None)  # of latent attention, whose cache has no keys and values
+        return states if expand is None else [expand(*each) for each in states]
 
     def within(self, window: int | None) -> int | None:
         return None if window is None else window - self.step
@@ -264,7 +266,7 @@ def blocked_attention(
         if near is not None:
             mixed = mixed + (weights[:, :, None, last - start :] @ near_v[:, first:last]).squeeze(2)
         blocks.append(mixed)
-    return torch.cat(blocks, dim=1).view(rows, heads, length, width).transpose(1, 2).to(query.dtype)
+    return torch.cat(blocks, dim=1).view(rows, heads, length, v.shape[-1]).transpose(1, 2).to(query.dtype)
 
 
 def block_attention(

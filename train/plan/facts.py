@@ -18,7 +18,7 @@ from drafters import TargetModel, generate, make_drafter
 from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, size_text
 from drafters.config import validate
-from drafters.heads.mtp.own import own_kind
+from drafters.heads.mtp.own import own_layers
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, load_config_only, resolve_device
 from train.configs import StartConfig
@@ -50,7 +50,8 @@ class Facts:
     dialogues: int  # usable ones; 0 without --data
     length: float  # tokens of a dialogue
     answered: float  # tokens of a dialogue that belong to answers
-    mtp_kind: str | None = None  # of the MTP layer in the target's files
+    mtp_kind: str | None = None  # of the MTP layers in the target's files
+    mtp_layers: int = 1
     own: bool = False  # the answers are the target's own
     reading: float = 0.0  # seconds to read the file
     sample: list[MaskedTokens] = field(default_factory=list)
@@ -72,7 +73,7 @@ def measure(start: StartConfig) -> Facts:
     answer, gpus = min(ANSWER, longest // 2), torch.cuda.device_count() if device.type == "cuda" else 1
     room, sizes = (free_memory(device), free_bytes(start.out)), (longest, answer, 0, QUESTION + answer, answer)
     facts = Facts(config, chat, device, dtype_name(fast_dtype(device)), gpus, *room, *sizes)
-    facts.mtp_kind = own_kind(start.target)
+    facts.mtp_kind, facts.mtp_layers = own_layers(start.target)
     if start.data is not None:
         read_dialogues(facts, start.target, start.data)
     free = f"{size_text(facts.memory)} of memory and {size_text(facts.disk)} of disk free"

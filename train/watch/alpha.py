@@ -21,7 +21,8 @@ def chain_alpha(
     depth: int,
     shift: int = 1,
     features: Tensor | None = None,
-    guess: Callable[[Tensor], Tensor] | None = None,
+    guess: Callable[[Tensor, int], Tensor] | None = None,
+    by_layer: bool = False,
 ) -> list[Ratio]:
     """n-alpha for n = 0 .. depth - 1 on fixed text (EAGLE paper, section 4, "Acceptance rate").
 
@@ -33,14 +34,16 @@ def chain_alpha(
     that ended earlier do not count. On text that is not the target's own greedy output it is pessimistic for n = 0 and
     optimistic for larger n, because long chains went through easy text.
 
-    All chains run in parallel; for that, ``shift`` and ``features`` see ``train.core.unroll.unrolled``. ``guess``: the
-    tokens ``[R, L]`` of predictions ``[R, L, H]``, by default those that the target's LM head ranks first.
+    All chains run in parallel; for that, ``shift``, ``features`` and ``by_layer`` see ``train.core.unroll.unrolled``.
+    ``guess``: the tokens ``[R, L]`` of a step's predictions ``[R, L, H]``, by default those that the target's LM head
+    ranks first.
     """
     argmax = _argmax(ends, batch.features)
     alive = batch.segments >= 0
     ratios = []
-    for n, predicted in enumerate(unrolled(head, ends.embed, batch, depth, shift, features)):
-        drafted = _argmax(ends, predicted) if guess is None else guess(predicted)
+    steps = unrolled(head, ends.embed, batch, depth, shift, features, by_layer=by_layer)
+    for n, predicted in enumerate(steps):
+        drafted = _argmax(ends, predicted) if guess is None else guess(predicted, n)
         counted = alive & batch.shifted(batch.loss_mask, n + 2)
         accepted = counted & (drafted == batch.shifted(argmax, n + 1))
         ratios.append(Ratio(accepted.sum(), counted.sum()))
@@ -54,8 +57,10 @@ def chain_figures(task: UnrolledTask, module: Any, batch: Batch, pairs: Pairs) -
     figures: dict[str, Ratio] = {}
     for n, (overlap, agree) in enumerate(zip(*task.heads.compare(pairs), strict=True)):
         figures |= {f"step_{n}_top1": mean(agree), f"step_{n}_expected_acceptance": mean(overlap)}
-    features = task.features(batch)
-    ratios = chain_alpha(module, task.ends, batch, task.passes, features=features, guess=task.guess)
+    features, by_layer = task.features(batch), task.by_layer
+    ratios = chain_alpha(
+        module, task.ends, batch, task.predictions, features=features, guess=task.guess, by_layer=by_layer
+    )
     return figures | {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
 
 

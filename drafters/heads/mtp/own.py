@@ -1,9 +1,10 @@
-"""The MTP layer in a target's own files: its tensors' names by kind, read into our module and written back.
+"""The MTP layers in a target's own files: their tensors' names by kind, read into our module and written back.
 
 transformers drops these tensors when it loads a target.
 """
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -15,83 +16,128 @@ from drafters.heads.mtp.shape import Kind, MTPShape
 from drafters.model.ends import read_tensors
 from drafters.model.files import load_config_only
 from drafters.model.loading import BASE, MERGE, config_and_adapter
-from drafters.model.weights import SHOWN, stored_tensors
+from drafters.model.weights import SHOWN, open_weights, stored_tensors
 
-# By kind: beginnings of the tensors' names, with {n} for the target's number of layers, and their names in our module.
+# By kind: beginnings of the tensors' names and their names in our module. {k} is the number of the layer in the files,
+# and {p} the place of the parts around it in our module, "" for the first layer's.
 NAMES: dict[Kind, dict[str, str]] = {
     "qwen": {
         "mtp.pre_fc_norm_embedding.": "embed_norm.",
         "mtp.pre_fc_norm_hidden.": "hidden_norm.",
         "mtp.fc.": "fc.",
         "mtp.norm.": "norm.",
-        "mtp.layers.0.": "layers.0.",
+        "mtp.layers.{k}.": "layers.",
     },
     "mimo": {
-        "model.mtp_layers.0.token_layernorm.": "embed_norm.",
-        "model.mtp_layers.0.hidden_layernorm.": "hidden_norm.",
-        "model.mtp_layers.0.input_proj.": "fc.",
-        "model.mtp_layers.0.final_layernorm.": "norm.",
-        "model.mtp_layers.0.": "layers.0.",
+        "model.mtp_layers.{k}.token_layernorm.": "{p}embed_norm.",
+        "model.mtp_layers.{k}.hidden_layernorm.": "{p}hidden_norm.",
+        "model.mtp_layers.{k}.input_proj.": "{p}fc.",
+        "model.mtp_layers.{k}.final_layernorm.": "{p}norm.",
+        "model.mtp_layers.{k}.": "layers.",
     },
     "deepseek": {
-        "model.layers.{n}.enorm.": "embed_norm.",
-        "model.layers.{n}.hnorm.": "hidden_norm.",
-        "model.layers.{n}.eh_proj.": "fc.",
-        "model.layers.{n}.shared_head.norm.": "norm.",
-        "model.layers.{n}.": "layers.0.",
+        "model.layers.{k}.enorm.": "{p}embed_norm.",
+        "model.layers.{k}.hnorm.": "{p}hidden_norm.",
+        "model.layers.{k}.eh_proj.": "{p}fc.",
+        "model.layers.{k}.shared_head.norm.": "{p}norm.",
+        "model.layers.{k}.": "layers.",
     },
 }
-# Copies of the target's embedding and LM head that files of DeepSeek's kind have beside the layer.
-COPIES = ("model.layers.{n}.embed_tokens.weight", "model.layers.{n}.shared_head.head.weight")
-FURTHER = {"qwen": "mtp.layers.1.", "mimo": "model.mtp_layers.1.", "deepseek": "model.layers.{m}."}
+# Copies of the target's embedding and LM head that files of DeepSeek's kind have beside a layer.
+COPIES = ("model.layers.{k}.embed_tokens.weight", "model.layers.{k}.shared_head.head.weight")
 FLOATS = ("F32", "BF16", "F16")  # dtypes of weights that are not quantised
 SCALES = ("_scale", "_scale_inv", "_scale_2", "scales")  # ends of names beside quantised weights
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
+def table(kind: Kind, count: int, layers: int) -> dict[str, str]:
+    """Return the beginnings of the tensors' names of ``count`` MTP layers -> their names in our module.
+
+    A layer's own tensors come after those of its parts. ``layers``: number of the target's layers.
+    """
+    first, names = layers if kind == "deepseek" else 0, {}
+    for number in range(count):
+        place = f"others.{number - 1}." if number else ""
+        for there, ours in NAMES[kind].items():
+            name = f"layers.{number}." if ours == "layers." else ours.format(p=place)
+            names[there.format(k=first + number)] = name
+    return names
+
+
 def kind_of(names: Collection[str], layers: int) -> Kind | None:
-    """Return the kind of the MTP layer among these tensors of a target of ``layers`` layers; None if there is none."""
-    for kind, table in NAMES.items():
-        marks = tuple(name.format(n=layers) for name, ours in table.items() if ours != "layers.0.")
+    """Return the kind of the MTP layers among these tensors of a target of ``layers`` layers; None if there is none."""
+    for kind in NAMES:
+        marks = tuple(there for there, ours in table(kind, 1, layers).items() if ours != "layers.0.")
         if any(name.startswith(marks) for name in names):
             return kind
     return None
 
 
-def own_kind(name: str) -> Kind | None:
-    """Return the kind of the MTP layer in a target's files; None if there is none."""
-    return kind_of(stored_tensors(name, None), load_config_only(name).num_hidden_layers)
+def count_of(names: Collection[str], kind: Kind, layers: int) -> int:
+    """Return the number of MTP layers of this kind among the tensors of a target of ``layers`` layers."""
+    count = 0
+    while any(name.startswith([*table(kind, count + 1, layers)][-1]) for name in names):
+        count += 1
+    return max(count, 1)
 
 
-def own_names(names: Iterable[str], kind: Kind, layers: int) -> dict[str, str]:
-    """Return the MTP layer's tensors among the target's ``names``: name there -> name in our module."""
-    table, copies = NAMES[kind], {copy.format(n=layers) for copy in COPIES}
-    beginnings = sorted(table, key=len, reverse=True)  # a layer's own tensors come after its parts
+def own_layers(name: str) -> tuple[Kind | None, int]:
+    """Return the kind and the number of the MTP layers in a target's files; None and 1 if there are none."""
+    stored, layers = stored_tensors(name, None), load_config_only(name).num_hidden_layers
+    kind = kind_of(stored, layers)
+    return kind, 1 if kind is None else count_of(stored, kind, layers)
+
+
+def own_names(names: Collection[str], kind: Kind, layers: int) -> dict[str, str]:
+    """Return the MTP layers' tensors among the target's ``names``: name there -> name in our module."""
+    count = count_of(names, kind, layers)
+    begins, copies = table(kind, count, layers), {*copies_of(layers, count)}
     named = {}
     for name in names:
-        begins = next((one for one in beginnings if name.startswith(one.format(n=layers))), None)
-        if begins is not None and name not in copies:
-            named[name] = table[begins] + name.removeprefix(begins.format(n=layers))
+        begin = next((one for one in begins if name.startswith(one)), None)
+        if begin is not None and name not in copies:
+            named[name] = begins[begin] + name.removeprefix(begin)
     return named
 
 
+def copies_of(layers: int, count: int) -> dict[str, int]:
+    """Return the names of the copies beside ``count`` layers: 0 for one of the embedding, 1 for one of the LM head."""
+    return {name.format(k=layers + number): end for number in range(count) for end, name in enumerate(COPIES)}
+
+
 def load_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, Tensor]]:
-    """Read the MTP layer of a target's files: its kind, and the tensors of our module in the files' dtype.
+    """Read the MTP layers of a target's files: their kind, and the tensors of our module in the files' dtype.
 
     Raises:
         ValueError: as ``find_own``.
     """
     kind, names = find_own(name, revision)
+    _compare_copies(name, revision)
     tensors = {names[one]: value for one, value in read_tensors(name, revision, names.__contains__)}
     return kind, fused_experts(tensors)
 
 
+def _compare_copies(name: str, revision: str | None) -> None:
+    """Warn of a copy of the target's embedding or LM head beside an MTP layer that is no copy: drafters ignore it."""
+    weights = open_weights(name, revision, load_config_only(name, revision))
+    layers, count = (
+        weights.config.num_hidden_layers,
+        count_of(weights.stored, "deepseek", weights.config.num_hidden_layers),
+    )
+    for copy, end in copies_of(layers, count).items():
+        if copy in weights.stored and not torch.equal(weights.read(copy), weights.read(weights.ends[end])):
+            warnings.warn(
+                f"{name}: {copy} differs from {weights.ends[end]}. The MTP layer drafts and trains with the latter; "
+                "expect fewer accepted tokens than in an engine that reads the former",
+                stacklevel=3,
+            )
+
+
 def find_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, str]]:
-    """Return the kind of the MTP layer in a target's files, and its tensors: name there -> name in our module.
+    """Return the kind of the MTP layers in a target's files, and their tensors: name there -> name in our module.
 
     Raises:
-        ValueError: the files have none, several, one that is quantised, or one with other tensors than the target's
-            family has.
+        ValueError: the files have none, one that is quantised, or one with other tensors than the target's family has.
     """
     config, adapter = config_and_adapter(name, revision)
     if adapter is not None:
@@ -105,24 +151,20 @@ def find_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, st
             f"{name} has no MTP layer{lost}; known are mtp.*, model.mtp_layers.* and model.layers.{layers}.eh_proj. "
             "Train one: train/mtp.py with start=regression, or give checkpoint: a folder"
         )
-    further = FURTHER[kind].format(m=layers + 1)
-    if any(one.startswith(further) for one in stored):
-        raise ValueError(
-            f"{name} has several MTP layers ({further}*), and here a draft's steps share one; give another"
-        )
     names = own_names(stored, kind, layers)
     if packed := sorted(one for one in names if stored[one].dtype not in FLOATS or one.endswith(SCALES)):
         raise ValueError(f"{name}: its MTP layer is quantised ({packed[0]}); give the target in bf16 for the drafter")
     others = [one for one in stored if one.startswith("mtp.")] if kind == "qwen" else []
-    _check_tensors(name, {one: stored[one].shape for one in [*names, *others]}, kind, config)
+    shape = MTPShape(kind=kind, layers=count_of(stored, kind, layers))
+    _check_tensors(name, {one: stored[one].shape for one in [*names, *others]}, shape, config)
     return kind, names
 
 
-def _check_tensors(name: str, found: Mapping[str, tuple[int, ...]], kind: Kind, config: PretrainedConfig) -> None:
-    """Raise ValueError unless the tensors of the MTP layer in the files of ``name`` are those of the family's."""
+def _check_tensors(name: str, found: Mapping[str, tuple[int, ...]], shape: MTPShape, config: PretrainedConfig) -> None:
+    """Raise ValueError unless the tensors of the MTP layers in the files of ``name`` are those of the family's."""
     with torch.device("meta"):
-        module = MTPLayer(config, MTPShape(kind=kind))
-    wanted = stored_names(module.state_dict(), kind, config, joined_experts(found))
+        module = MTPLayer(config, shape)
+    wanted = stored_names(module.state_dict(), shape.kind, config, joined_experts(found))
     differences = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),
@@ -137,6 +179,11 @@ def _check_tensors(name: str, found: Mapping[str, tuple[int, ...]], kind: Kind, 
             f"{name}: the tensors of its MTP layer are not those of a layer of {config.model_type}: "
             f"{'; '.join(wrong)}. Download it again, or train a layer: train/mtp.py with start=regression"
         )
+
+
+def layers_of(names: Iterable[str]) -> int:
+    """Return the number of layers that our module's tensors belong to."""
+    return 1 + max(int(name.split(".")[1]) for name in names if name.startswith("layers."))
 
 
 def joined_experts(names: Iterable[str]) -> bool:
@@ -169,7 +216,7 @@ def stored_names(
 
     ``joined``: leave the matrices of all experts in one tensor.
     """
-    back = {ours: name.format(n=config.num_hidden_layers) for name, ours in NAMES[kind].items()}
+    back = {ours: there for there, ours in table(kind, layers_of(weights), config.num_hidden_layers).items()}
     written = {}
     for name, value in weights.items():
         begins = next(one for one in back if name.startswith(one))

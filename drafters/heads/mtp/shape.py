@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from drafters.config import Size
+from drafters.config import DraftSize, Size
 from drafters.heads.shape import HeadShape
 
 Kind = Literal["qwen", "mimo", "deepseek"]
@@ -30,12 +30,18 @@ class MTPShape(HeadShape):
     }
 
     kind: Kind = Field(default="qwen", description="names of its tensors in the target's files: docs/mtp.md")
+    layers: DraftSize = Field(default=1, ge=1, description="MTP layers; step k of a draft runs layer k mod this number")
     embedding_first: bool = Field(default=True, description="order of what fc reads: embedding, then hidden state")
     feeds_back_normed: bool = Field(default=True, description="the next step reads the output after the norm")
     masks_first: bool = Field(default=False, description="the embedding at position 0 of a text is zero")
     state: Size | None = Field(
         default=None, ge=1, description="the target's state that it reads; null: the feature, after the final norm"
     )
+
+    @property
+    def shares(self) -> bool:
+        """Return True if all layers share the parts around them: norms and ``fc``."""
+        return self.kind == "qwen" or self.layers == 1
 
     @property
     def reads(self) -> tuple[int, ...]:
