@@ -12,6 +12,7 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny_run
 import torch
@@ -86,6 +87,30 @@ def test_the_store_holds_what_the_target_computes(tmp_path, target_folder, capsy
     assert len(FeatureStore.open(tmp_path / "out" / "heldout")) == 3
     printed = capsys.readouterr().out
     assert "train: " in printed and "12 kept, dropped 2 (" in printed and "broken_json 1" in printed
+
+
+@pytest.mark.parametrize(("family", "taps"), [("qwen3_5_text", [2]), ("bamba", [])])
+def test_a_target_with_a_running_state(tmp_path: Path, family: str, taps: list[int]) -> None:
+    """Catches a state that has read the padding of a batch or the dialogue before, and states that are one layer off.
+
+    The reference reads each dialogue alone, token by token, over the cache that decoding uses.
+    """
+    families.saved(family, families.DECODED[family] | {"vocab_size": CHAT_VOCAB}, tmp_path / "target")
+    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB).save_pretrained(tmp_path / "target")
+    run(write_config(tmp_path, tmp_path / "target", count=6, exit_layers=taps))
+    store = FeatureStore.open(tmp_path / "out" / "train")
+    assert len(store) == 6 and len({len(stored.input_ids) for stored in store}) > 1
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    for stored in list(store)[:2]:
+        cache, outputs = target.new_cache(1, len(stored.input_ids)), []
+        for token in stored.input_ids[None].split(1, dim=1):
+            outputs.append(target.run(token, cache, taps=tuple(taps)))
+            cache.commit_first([1])
+        features = torch.cat([output.features[0] for output in outputs])
+        torch.testing.assert_close(stored.features, features, atol=1e-4, rtol=1e-3)
+        for tap in taps:
+            states = torch.cat([output.taps[tap][0] for output in outputs])
+            torch.testing.assert_close(stored.taps[tap], states, atol=1e-4, rtol=1e-3)
 
 
 def test_a_finished_store_is_skipped(tmp_path, target_folder, monkeypatch, capsys):

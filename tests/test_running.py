@@ -2,6 +2,7 @@
 
 from collections import deque
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from drafters.methods.papers.cascade import CascadeDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.cache import KVCache, config_shapes
 from drafters.model.rows import Rows
+from drafters.model.running import RunningCache
+from eval.configs import LosslessConfig
+from eval.figures import certificate
 
 FAMILIES = ("qwen3_5_text", "bamba", "mamba", "lfm2")  # gated DeltaNet, Mamba 2, Mamba 1 token by token, convolutions
 
@@ -128,6 +132,35 @@ def test_sampled_tokens_have_the_targets_distribution() -> None:
     sizes = {"vocab_size": 5, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16, "num_hidden_layers": 3}
     target = running("qwen3_5_text", **sizes)
     assert deviation(speculative(target, 0.05), {"temperature": 1.0}, 2_000) < LIMIT
+
+
+def certified(texts: int) -> dict[str, Any]:
+    """The certificate of a draft model on a target with a running state."""
+    sizes = {"vocab_size": 5, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16, "num_hidden_layers": 3}
+    target = running("qwen3_5_text", **sizes)
+    keys = {"target": {"path": "tiny"}, "drafter": {"drafter": "speculative"}, "rounded": None, "batch": 64}
+    config = LosslessConfig.model_validate(keys | {"texts": texts, "new_tokens": 24, "greedy_tokens": 16})
+    lineup: Any = SimpleNamespace(fresh=lambda temperature: {"speculative": speculative(target)})
+    found = certificate.certify(config, target, lineup, [[1, 3, 2], [2, 4, 0, 1], [3, 0]] * 4)
+    return found | certificate.judged(found["greedy"], found["sampled"])
+
+
+@pytest.mark.slow
+def test_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a certificate that runs no batch or no sampled text on such a target, and one that signs states which
+    have read rejected tokens."""
+    found = certified(96)
+    assert found["verdict"] == "lossless", found["reasons"]
+
+    def last(cache: RunningCache) -> None:
+        cache._announced = None
+        for kept in cache._kept.values():
+            kept[:] = [(list(cache.lengths), kept[-1][1])]
+
+    monkeypatch.setattr(RunningCache, "_choose", last)
+    found = certified(48)
+    assert found["verdict"] == "not lossless" and not found["greedy"][0]["passed"]
+    assert found["sampled"]["p_value"] < 1e-9
 
 
 def test_auto_chooses_among_chains() -> None:
