@@ -170,6 +170,7 @@ def test_the_layers_in_a_targets_files(tmp_path: Path, kind: str, family: str, l
     target = TargetModel.from_pretrained(str(tmp_path), "float32", "cpu")
     drafter: Any = make_drafter("mtp", target, depth=2)
     assert (drafter.module.shape.kind, drafter.module.shape.layers) == (kind, layers)
+    assert drafter.module.shape.feeds_back_normed == (kind != "deepseek" or family == "deepseek_v3")
     weights = head.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in drafter.module.state_dict().items())
     result = generate(target, drafter, [prompt(9)], max_new_tokens=12, eos_token_id=NO_EOS)
@@ -256,7 +257,7 @@ def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
         make_drafter("mtp", target)
     with_layer(tmp_path / "some", "qwen")
     target = TargetModel.from_pretrained(str(tmp_path / "some"), "float32", "cpu")
-    with pytest.raises(ValueError, match="kind is mimo, and the MTP layer of .* is of kind qwen; leave it out"):
+    with pytest.raises(ValueError, match="kind is mimo, and of the MTP layers of .* qwen; leave it out"):
         make_drafter("mtp", target, kind="mimo")
     for options, message in (
         ({"tree": "chain", "paths": [[0]]}, "paths is given, and tree=chain does not read it"),
@@ -426,7 +427,7 @@ def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_
     assert all(torch.equal(value, head.state_dict()[name]) for name, value in task.module.state_dict().items())
     config = tiny_run.read("mtp", settings | {"head": {"kind": "mimo"}})
     with pytest.raises(
-        ValueError, match="head.kind is mimo, and the MTP layer of .* is of kind qwen; set head.kind=qwen"
+        ValueError, match="head.kind is mimo, and of the MTP layers of .* it is qwen; set head.kind=qwen, or start=reg"
     ):
         make_task(config, open_inputs(config).ends).load()
 

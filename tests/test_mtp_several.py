@@ -135,7 +135,8 @@ def prepared(folder: Path, family: str, kind: str, layers: int, **changes: Any) 
     with_layer(folder / "target", kind, family, layers=layers)
     target = TargetModel.from_pretrained(str(folder / "target"), "float32", "cpu")
     stores = tiny_run.write_stores(folder / "stores", target)
-    keys: dict[str, Any] = {"head": {"kind": kind, "layers": layers}, "start": "target"}
+    head = {"kind": kind, "layers": layers} | ({"feeds_back_normed": True} if family == "deepseek_v3" else {})
+    keys: dict[str, Any] = {"head": head, "start": "target"}
     keys |= {"unroll": layers} if layers > 1 else {}
     return tiny_run.settings(target.name, stores, folder / "run", **keys | changes)
 
@@ -214,5 +215,5 @@ def test_what_does_not_train_all_layers_is_refused(tmp_path: Path) -> None:
     ):
         tiny_run.read("mtp", values | {"unroll": 3})
     config = tiny_run.read("mtp", values | {"head": {"kind": "qwen"}, "unroll": 3})
-    with pytest.raises(ValueError, match="head.layers is 1, and .* has 2 MTP layers; set head.layers=2 unroll=2"):
+    with pytest.raises(ValueError, match="head.layers is 1, and of the .* it is 2; set head.layers=2 unroll=2, or"):
         make_task(config, open_inputs(config).ends).load()

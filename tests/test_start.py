@@ -26,6 +26,7 @@ import train.start
 from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from data_prep.dialogues.loss_mask import MaskedTokens
 from drafters.config import validate
+from drafters.heads.mtp.shape import MTPShape
 from drafters.methods import drafter_class
 from eval.configs import LosslessConfig, SpeedConfig
 from train.configs import StartConfig, schema_of, started_methods
@@ -280,16 +281,19 @@ def test_every_method_has_a_plan(method: str, hidden: int, facts: Facts, tmp_pat
         assert made.trained.batch_tokens == 1024
 
 
-@pytest.mark.parametrize(("kind", "layers", "rate"), [(None, 1, 2e-3), ("mimo", 1, 5e-5), ("deepseek", 2, 5e-5)])
-def test_an_mtp_layer_is_tuned_gently(kind: str | None, layers: int, rate: float, facts: Facts, tmp_path: Path) -> None:
+NORMED = {"kind": "deepseek", "layers": 2, "feeds_back_normed": True}
+
+
+@pytest.mark.parametrize(("keys", "rate"), [({}, 2e-3), ({"kind": "mimo", "layers": 1}, 5e-5), (NORMED, 5e-5)])
+def test_an_mtp_layer_is_tuned_gently(keys: dict[str, Any], rate: float, facts: Facts, tmp_path: Path) -> None:
     """Catches the rate of new weights for a small target's own layer, which unlearns what it knows, a training of fewer
     layers than it has, and a report that does not measure the layer as shipped."""
-    plan = Plan(tmp_path, replace(other(facts, hidden_size=64), mtp_kind=kind, mtp_layers=layers), method="mtp")
+    plan = Plan(tmp_path, replace(other(facts, hidden_size=64), mtp_keys=keys), method="mtp")
     made: Any = plan.trained
-    assert (made.learning_rate, made.start) == (rate, "target" if kind else "regression")
-    assert (made.head.kind, made.head.layers, made.unroll) == (kind or "qwen", layers, 3 if layers == 1 else layers)
+    assert (made.learning_rate, made.start) == (rate, "target" if keys else "regression")
+    assert made.head == MTPShape(**keys) and made.unroll == (2 if keys == NORMED else 3)
     shipped = {"label": "mtp as shipped, auto", "drafter": "mtp", "tree": "auto"}
-    assert (shipped in plan.config("speed")["drafters"]) == (kind is not None)
+    assert (shipped in plan.config("speed")["drafters"]) == bool(keys)
 
 
 def test_the_mask_token_is_one_that_texts_lack(facts: Facts) -> None:

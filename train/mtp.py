@@ -63,7 +63,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.heads.mtp.own import find_own, layers_of, load_own
+from drafters.heads.mtp.own import find_own, load_own
 from drafters.hub.checkpoint import load_state
 from drafters.model.ends import FrozenEnds, load_norm
 from drafters.model.runner import identity
@@ -112,18 +112,16 @@ class MTPTask(UnrolledTask):
         Raises:
             ValueError: there is no layer, one of another kind, or one that does not fit the target's family.
         """
-        kind, names = find_own(config.target, config.revision)
-        if kind != config.head.kind:
+        keys, _ = find_own(config.target, config.revision)
+        wrong = [key for key, value in keys.items() if getattr(config.head, key) != value]
+        if wrong:
+            more = f" unroll={keys['layers']}" if "layers" in wrong and keys["layers"] > 1 else ""
             raise ValueError(
-                f"head.kind is {config.head.kind}, and the MTP layer of {config.target} is of kind {kind}; "
-                f"set head.kind={kind}, or start=regression for a new layer"
+                f"head.{wrong[0]} is {getattr(config.head, wrong[0])}, and of the MTP layers of {config.target} it is "
+                f"{keys[wrong[0]]}; set {' '.join(f'head.{key}={str(keys[key]).lower()}' for key in wrong)}{more}, or "
+                "start=regression for new layers"
             )
-        if (layers := layers_of(names.values())) != config.head.layers:
-            raise ValueError(
-                f"head.layers is {config.head.layers}, and {config.target} has {layers} MTP layers; set "
-                f"head.layers={layers}" + (f" unroll={layers}" if layers > 1 else "")
-            )
-        return f"the MTP layers in the target's files: {layers} of kind {kind}"
+        return f"the MTP layers in the target's files: {keys['layers']} of kind {keys['kind']}"
 
     def fit(self, train: Source) -> None:
         """Let ``fc`` predict the next feature linearly; the norm behind the layer begins as the target's last one."""

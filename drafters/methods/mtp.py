@@ -17,7 +17,7 @@ from drafters.config import Config
 from drafters.drafting.grow import Slots
 from drafters.drafting.tree_plan import TreePlan
 from drafters.heads.mtp.module import MTPLayer
-from drafters.heads.mtp.own import layers_of, load_own
+from drafters.heads.mtp.own import load_own
 from drafters.heads.mtp.shape import MTPShape
 from drafters.heads.shape import split
 from drafters.hub.checkpoint import EXACT
@@ -234,12 +234,12 @@ class MTPDrafter(LearnedDrafter):
         check_loaded(target)
         if options.get("adapter") is not None:
             raise ValueError("adapter is given, and no checkpoint; give checkpoint: the drafter that it is for")
-        keys, _ = split(cls.shape, options)
+        given, _ = split(cls.shape, options)
         name = target.source or target.config.name_or_path or target.name
-        kind, weights = load_own(name, target.revision)
-        if keys.get("kind", kind) != kind:
-            raise ValueError(f"kind is {keys['kind']}, and the MTP layer of {name} is of kind {kind}; leave it out")
-        found = {"kind": kind, "layers": layers_of(weights)}
-        drafter = cls.from_weights(target, weights, options | found)
+        keys, weights = load_own(name, target.revision)
+        for key in ("kind", "layers"):
+            if given.get(key, keys[key]) != keys[key]:
+                raise ValueError(f"{key} is {given[key]}, and of the MTP layers of {name} {keys[key]}; leave it out")
+        drafter = cls.from_weights(target, weights, keys | options)
         drafter.refuse_unread(options)
         return drafter

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,9 +19,10 @@ from drafters import TargetModel, generate, make_drafter
 from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, size_text
 from drafters.config import validate
-from drafters.heads.mtp.own import own_layers
+from drafters.heads.mtp.own import own_keys
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, load_config_only, resolve_device
+from drafters.model.weights import stored_tensors
 from train.configs import StartConfig
 from train.preflight.workload import SAMPLE
 
@@ -50,8 +52,7 @@ class Facts:
     dialogues: int  # usable ones; 0 without --data
     length: float  # tokens of a dialogue
     answered: float  # tokens of a dialogue that belong to answers
-    mtp_kind: str | None = None  # of the MTP layers in the target's files
-    mtp_layers: int = 1
+    mtp_keys: dict[str, Any] = field(default_factory=dict)  # of the shape of MTP layers in the target's files
     own: bool = False  # the answers are the target's own
     reading: float = 0.0  # seconds to read the file
     sample: list[MaskedTokens] = field(default_factory=list)
@@ -73,7 +74,7 @@ def measure(start: StartConfig) -> Facts:
     answer, gpus = min(ANSWER, longest // 2), torch.cuda.device_count() if device.type == "cuda" else 1
     room, sizes = (free_memory(device), free_bytes(start.out)), (longest, answer, 0, QUESTION + answer, answer)
     facts = Facts(config, chat, device, dtype_name(fast_dtype(device)), gpus, *room, *sizes)
-    facts.mtp_kind, facts.mtp_layers = own_layers(start.target)
+    facts.mtp_keys = own_keys(stored_tensors(start.target, None), config)
     if start.data is not None:
         read_dialogues(facts, start.target, start.data)
     free = f"{size_text(facts.memory)} of memory and {size_text(facts.disk)} of disk free"

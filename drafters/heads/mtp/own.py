@@ -6,6 +6,7 @@ transformers drops these tensors when it loads a target.
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ NAMES: dict[Kind, dict[str, str]] = {
 }
 # Copies of the target's embedding and LM head that files of DeepSeek's kind have beside a layer.
 COPIES = ("model.layers.{k}.embed_tokens.weight", "model.layers.{k}.shared_head.head.weight")
+# Families of DeepSeek's kind in which engines feed back the output after the norm; vLLM's GLM-4.5 does not.
+NORMED = ("deepseek_v3",)
 FLOATS = ("F32", "BF16", "F16")  # dtypes of weights that are not quantised
 SCALES = ("_scale", "_scale_inv", "_scale_2", "scales")  # ends of names beside quantised weights
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
@@ -81,11 +84,13 @@ def count_of(names: Collection[str], kind: Kind, layers: int) -> int:
     return max(count, 1)
 
 
-def own_layers(name: str) -> tuple[Kind | None, int]:
-    """Return the kind and the number of the MTP layers in a target's files; None and 1 if there are none."""
-    stored, layers = stored_tensors(name, None), load_config_only(name).num_hidden_layers
-    kind = kind_of(stored, layers)
-    return kind, 1 if kind is None else count_of(stored, kind, layers)
+def own_keys(names: Collection[str], config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of the shape of a target's own MTP layers, whose tensors are among ``names``; {} without any."""
+    layers = config.num_hidden_layers
+    if (kind := kind_of(names, layers)) is None:
+        return {}
+    keys = {"kind": kind, "layers": count_of(names, kind, layers)}
+    return keys | ({"feeds_back_normed": True} if config.model_type in NORMED else {})
 
 
 def own_names(names: Collection[str], kind: Kind, layers: int) -> dict[str, str]:
@@ -105,16 +110,16 @@ def copies_of(layers: int, count: int) -> dict[str, int]:
     return {name.format(k=layers + number): end for number in range(count) for end, name in enumerate(COPIES)}
 
 
-def load_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, Tensor]]:
-    """Read the MTP layers of a target's files: their kind, and the tensors of our module in the files' dtype.
+def load_own(name: str, revision: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the MTP layers of a target's files: keys of their shape, and the tensors of our module in the files' dtype.
 
     Raises:
         ValueError: as ``find_own``.
     """
-    kind, names = find_own(name, revision)
+    keys, names = find_own(name, revision)
     _compare_copies(name, revision)
     tensors = {names[one]: value for one, value in read_tensors(name, revision, names.__contains__)}
-    return kind, fused_experts(tensors)
+    return keys, fused_experts(tensors)
 
 
 def _compare_copies(name: str, revision: str | None) -> None:
@@ -133,8 +138,8 @@ def _compare_copies(name: str, revision: str | None) -> None:
             )
 
 
-def find_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, str]]:
-    """Return the kind of the MTP layers in a target's files, and their tensors: name there -> name in our module.
+def find_own(name: str, revision: str | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ``own_keys`` of the MTP layers in a target's files, and their tensors: name there -> name in our module.
 
     Raises:
         ValueError: the files have none, one that is quantised, or one with other tensors than the target's family has.
@@ -143,21 +148,20 @@ def find_own(name: str, revision: str | None = None) -> tuple[Kind, dict[str, st
     if adapter is not None:
         raise ValueError(f"{name} is a LoRA adapter of {adapter[BASE]}, which may have an MTP layer; {MERGE}")
     layers, stored = config.num_hidden_layers, stored_tensors(name, revision)
-    kind = kind_of(stored, layers)
-    if kind is None:
+    keys = own_keys(stored, config)
+    if not keys:
         says = [key for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if getattr(config, key, 0)]
         lost = f"; its config.json says {says[0]}: the layer is missing from the files" if says else ""
         raise ValueError(
             f"{name} has no MTP layer{lost}; known are mtp.*, model.mtp_layers.* and model.layers.{layers}.eh_proj. "
             "Train one: train/mtp.py with start=regression, or give checkpoint: a folder"
         )
-    names = own_names(stored, kind, layers)
+    names = own_names(stored, keys["kind"], layers)
     if packed := sorted(one for one in names if stored[one].dtype not in FLOATS or one.endswith(SCALES)):
         raise ValueError(f"{name}: its MTP layer is quantised ({packed[0]}); give the target in bf16 for the drafter")
-    others = [one for one in stored if one.startswith("mtp.")] if kind == "qwen" else []
-    shape = MTPShape(kind=kind, layers=count_of(stored, kind, layers))
-    _check_tensors(name, {one: stored[one].shape for one in [*names, *others]}, shape, config)
-    return kind, names
+    others = [one for one in stored if one.startswith("mtp.")] if keys["kind"] == "qwen" else []
+    _check_tensors(name, {one: stored[one].shape for one in [*names, *others]}, MTPShape(**keys), config)
+    return keys, names
 
 
 def _check_tensors(name: str, found: Mapping[str, tuple[int, ...]], shape: MTPShape, config: PretrainedConfig) -> None:
