@@ -60,6 +60,7 @@ OWN_LAYERS = (
     "nemotron",
     "exaone4",
     "gemma",
+    "deepseek_v3",
 )
 
 
