@@ -1,5 +1,6 @@
 """Several MTP layers, and layers with latent attention: drafts equal those of transformers' own MTP modules."""
 
+import itertools
 from collections import deque
 from dataclasses import replace
 from functools import partial
@@ -64,8 +65,12 @@ def compared(drafter: Any, top_k: int, prompts: list[list[int]], new: int = 12) 
     tokens before it; return the number of tokens."""
     theirs, target, propose, count = reference(drafter), drafter.target, drafter.propose, 0
 
+    steps = itertools.count()
+
     def checked(state: DecodeState) -> Any:
         nonlocal count
+        if next(steps) % 3 == 1:  # so that the head has two tokens to read at once
+            return state.nothing
         draft = propose(state)
         for row, known in enumerate(state.tokens):
             if state.finished[row] or not draft.size:
@@ -105,7 +110,7 @@ def test_drafts_of_three_layers(kind: str, normed: bool, tree: str, top_k: int) 
         "static": {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]]},
     }
     drafter = mtp(target_of("llama"), tree, **keys, **options.get(tree, {}))
-    assert compared(drafter, top_k, [prompt(9), prompt(4, 1), prompt(6, 2)]) > 60
+    assert compared(drafter, top_k, [prompt(9), prompt(4, 1), prompt(6, 2)]) > 40
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "youtu"])
@@ -115,7 +120,7 @@ def test_drafts_with_latent_attention(family: str, layers: int) -> None:
     drafter = mtp(
         built(family), "chain", kind="deepseek", feeds_back_normed=True, masks_first=False, layers=layers, depth=layers
     )
-    assert compared(drafter, 1, [prompt(9), prompt(4, 1)]) > 8
+    assert compared(drafter, 1, [prompt(9), prompt(4, 1)]) > 5
 
 
 TestChain = conformance.suite(
