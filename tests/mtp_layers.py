@@ -78,7 +78,7 @@ def with_layer(
 
 
 def add_copies(folder: Path, layers: int = 1) -> None:
-    """Write copies of embedding and LM head beside each MTP layer of a target of three layers."""
+    """Write copies of embedding and LM head beside each MTP layer of a target with three layers."""
     file = folder / "model.safetensors"
     whole = load_file(file)
     ends = {"embed_tokens": whole["model.embed_tokens.weight"], "shared_head.head": whole["lm_head.weight"]}

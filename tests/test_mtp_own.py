@@ -52,7 +52,7 @@ def test_the_layers_in_a_targets_files(tmp_path: Path, kind: str, family: str, l
 
 
 def test_copies_that_are_none(tmp_path: Path) -> None:
-    """Catches an MTP layer with an LM head of its own that drafts with the target's, and nobody learns of it."""
+    """Catches an MTP layer with its own LM head that drafts with the target's without a warning."""
     with_layer(tmp_path, "deepseek", "glm4_moe")
     add_copies(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -120,7 +120,7 @@ def test_stitching_several_layers_and_copies(
 
 
 def test_stitching_new_layers(tmp_path: Path) -> None:
-    """Catches a config.json that says that there is one layer, which engines would load alone."""
+    """Catches a config.json with another number of layers, so that engines would load only one."""
     families.saved("glm4_moe", {}, tmp_path / "target")
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     drafter = mtp(target, "chain", kind="deepseek", layers=3)

@@ -4,7 +4,7 @@
 
 Each case names a ``target`` with MTP layers in its files, ``inputs`` (safetensors: hidden states and the next tokens'
 embeddings ``[T, H]``) and ``out``, which gets ``fed_back_k [T, H]`` and ``logits_k [T, V]`` of each step. Step k reads
-what step k - 1 fed back. A line of JSON on stdout has the names of the parameters that loading has left alone.
+what step k - 1 fed back. A line of JSON on stdout has the names of the parameters that loading did not write.
 """
 
 import torch

@@ -85,7 +85,7 @@ def count_of(names: Collection[str], kind: Kind, layers: int) -> int:
 
 
 def own_keys(names: Collection[str], config: PretrainedConfig) -> dict[str, Any]:
-    """Return the keys of the shape of a target's own MTP layers, whose tensors are among ``names``; {} without any."""
+    """Return keys of the shape of the MTP layers whose tensors are among the target's ``names``; {} without any."""
     layers = config.num_hidden_layers
     if (kind := kind_of(names, layers)) is None:
         return {}
@@ -123,7 +123,7 @@ def load_own(name: str, revision: str | None = None) -> tuple[dict[str, Any], di
 
 
 def _compare_copies(name: str, revision: str | None) -> None:
-    """Warn of a copy of the target's embedding or LM head beside an MTP layer that is no copy: drafters ignore it."""
+    """Warn if an embedding or LM head beside an MTP layer differs from the target's, which drafters read."""
     weights = open_weights(name, revision, load_config_only(name, revision))
     layers, count = (
         weights.config.num_hidden_layers,
