@@ -164,6 +164,14 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a window below a block": (
         lambda c, w: c.update(layer_types=["sliding_attention"] * 2, sliding_window=4), "is 4, and a block has 5 rows",
     ),
+    "windows of two lengths": (
+        lambda c, w: c.update(sliding_window=8, use_swa=True, swa_window_size=16),
+        "all layers have windows of 16, and beside it .* sliding_window 8; correct one",
+    ),
+    "windows of all layers and of some": (
+        lambda c, w: c.update(use_swa=True, swa_window_size=8, layer_types=["sliding_attention", "full_attention"]),
+        "all layers have windows of 8, and beside it layer_types is .*full_attention",
+    ),
     "use_swa without a length": (lambda c, w: c.update(use_swa=True), "there is no swa_window_size"),
     "another method": (lambda c, w: c.update(speculators_model_type="dflash2"), "speculators_model_type is 'dflash2'"),
     "a group as a list": (lambda c, w: c.update(dflash_config=["x"]), r"dflash_config: .* an object .*\['x'\]"),

@@ -146,3 +146,23 @@ def test_what_vllm_makes_of_speculators_folders(case: str, target: TargetModel, 
         return
     with pytest.raises(ValueError, match=f"is not for vLLM: .*{message}"):
         check(tmp_path / "out", "vllm", target.name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"use_swa": True, "swa_window_size": 8}, "windows with two edges: those of use_swa move .* remove use_swa"),
+        ({"sliding_window": 16}, "sliding_window is 8 in transformer_layer_config and 16 beside it"),
+    ],
+)
+def test_two_windows_of_one_folder_are_refused(
+    keys: dict[str, Any], message: str, target: TargetModel, tmp_path: Path
+) -> None:
+    """Catches a folder that states two edges or two lengths, and is read by one of them."""
+    export(save_head(tmp_path / "head", "dflash", target, **ANCHORED), "speculators", tmp_path / "out")
+    config, weights = written(tmp_path / "out")
+    rewrite(tmp_path / "out", config | keys, weights)
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path / "out", None, target.name)
+    with pytest.raises(ValueError, match=message):
+        convert(str(tmp_path / "out"), target.name, tmp_path / "back")

@@ -115,8 +115,11 @@ def flattened(config: Mapping[str, Any], method: str, noun: str, source: str) ->
         found = nested_layer(config, source) | {
             key: value for key, value in config.items() if key not in ("architectures", "model_type")
         }
-    for name in _GROUPS:
-        for key, value in config.get(name, {}).items():
+    layer = config.get("transformer_layer_config", {})
+    windows = {key: layer[key] for key in ("layer_types", "sliding_window") if key in layer}
+    groups = {name: config.get(name, {}) for name in _GROUPS} | {"transformer_layer_config": windows}
+    for name, group in groups.items():
+        for key, value in group.items():
             if found.get(key) not in (None, value):
                 raise ValueError(
                     f"{source}: {key} is {shortened(value)} in {name} and {shortened(found[key])} beside it; "
@@ -267,6 +270,16 @@ def _sliding_layers(flat: Mapping[str, Any], layers: int, source: str) -> tuple[
     if flat.get("use_swa"):
         if (size := flat.get("swa_window_size") or window) is None:
             raise ValueError(f"{source}: use_swa is true, and there is no swa_window_size; add it as it was trained")
+        if flat.get(SPECULATORS) is not None:
+            raise ValueError(
+                f"{source} has windows with two edges: those of use_swa move with the rows of a block, those of "
+                f"{SPECULATORS} end at the anchor; remove use_swa, and state layer_types and sliding_window"
+            )
+        if len({*(types or ())}) > 1 or (flat.get("use_sliding_window", True) and window not in (None, size)):
+            raise ValueError(
+                f"{source}: use_swa is true, so that all layers have windows of {size}, and beside it layer_types is "
+                f"{shortened(types)} and sliding_window {shortened(window)}; correct one of them as it was trained"
+            )
         return [*range(layers)], size
     if types is None and flat.get("use_sliding_window"):
         raise ValueError(
