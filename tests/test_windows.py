@@ -4,16 +4,19 @@ The forward is compared with its description in test_dflash.py, and training in 
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import tiny_run
 import torch
 from block_reference import sees
 from conformance import NO_EOS, each_draft, plain_greedy, prompt, target_of
 from pydantic import ValidationError
 from rigged import BLOCK, dflash, dspark
 from test_dflash import compare
+from test_train_dflash import BLOCK as TRAINED
 
 from drafters import generate
 from drafters.drafting import head as head_file
@@ -140,3 +143,29 @@ def test_keys_that_contradict_each_other(case: str) -> None:
     keys, message = REFUSED[case]
     with pytest.raises(ValidationError, match=message):
         BlockShape(**BLOCK | {"layout": "fill-in"} | keys)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+def test_long_dialogues_have_windows_by_default(kind: str, tmp_path: Path) -> None:
+    """Catches a default that overrides null, a window of one's own or that of ``init_from``, that leaves out stores, or
+    that changes runs on short dialogues."""
+    store = tmp_path / "features"
+    for split, longest in (("train", 8192), ("heldout", 64)):
+        (store / split).mkdir(parents=True)
+        header = tiny_run.header(target_of("llama")).model_copy(update={"max_length": longest})
+        (store / split / "manifest.json").write_text(header.model_dump_json())
+    online = {"features": "online", "data": {"train": "a", "heldout": "b", "max_length": 8192}}
+    short = {"features": "online", "data": {"train": "a", "heldout": "b", "max_length": 4096}}
+    for given, expected in (
+        ({"features": str(store)}, 2048),
+        (online, 2048),
+        (short, None),
+        ({"features": str(tmp_path / "none")}, None),
+        (online | {"sliding_window": None}, None),
+        (online | {"head": {"sliding_window": 64}}, 64),
+        (online | {"init_from": "head"}, None),
+    ):
+        config: Any = tiny_run.read(kind, tiny_run.settings("t", store, tmp_path / "run", **TRAINED) | given)
+        assert config.head.sliding_window == expected, given
+        again: Any = type(config).model_validate(config.model_dump())
+        assert again.head.sliding_window == expected, "a recorded config"

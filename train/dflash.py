@@ -35,7 +35,6 @@ from train.data.packing import Batch, Source
 from train.watch.heldout import answer_positions
 
 DESCRIBED = 1000  # dialogues that ``describe`` reads
-LONG = 4096  # tokens of a dialogue above which windows are advised
 
 
 class DFlashTask(Task):
@@ -114,11 +113,10 @@ class DFlashTask(Task):
             ValueError: no answer of any dialogue is as long as a block.
         """
         slots, count = self.slots, min(len(train), DESCRIBED)
-        possible = whole = blocks = covered = longest = 0
+        possible = whole = blocks = covered = 0
         shortest = math.inf
         for index in range(count):
             trained = predicted(train[index].loss_mask)
-            longest = max(longest, len(trained))
             left, drawn = runs(trained), self.drawn(trained, self.config.seed * 1_000_003, index)
             inside = torch.arange(slots) < left[drawn, None]  # [m, K], as in ``choose``
             possible, covered = possible + int(trained.sum()), covered + len(rows_of(drawn, slots)[inside].unique())
@@ -132,8 +130,8 @@ class DFlashTask(Task):
             )
         of = f" of the first {count:,} dialogues" if count < len(train) else ""
         short = f"; the shortest answer has {shortest} tokens, a block {slots}" if shortest < slots else ""
-        if longest > LONG and self.config.head.sliding_window is None:
-            short += f"; dialogues have up to {longest:,} tokens: head.sliding_window=2048 bounds the cost of a draft"
+        window = self.config.head.sliding_window
+        short += f"; windows of {window:,} tokens" if window is not None else ""
         return (
             f"anchors{of}: {blocks:,} of {possible:,} positions an epoch, {whole:,} of them with a whole block; they "
             f"cover {covered / max(possible, 1):.1%} of the answers' tokens{short}"
