@@ -101,11 +101,13 @@ def test_a_mistake_changes_drafts_and_no_token(mistake: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "name"),
     [(method, "wrong mask token") for method in OTHER]
-    + [("dspark", "Markov head ignored"), ("dspark", LATE), ("dflash2", SELECTOR), ("dflash2", CONVOLUTIONS)],
+    + [("dspark", "Markov head ignored"), ("dspark", LATE), ("dflash2", SELECTOR), ("dflash2", CONVOLUTIONS)]
+    + [("dflash", "windows left out"), ("dflash", "windows at the other edge")],
 )
 def test_a_planted_fault_is_named(method: str, name: str) -> None:
     """Catches a mistake that the check does not try on this head, or does not tell from the others."""
     drafter = overfitted_block.drafter(method) if method == "dflash" else depending(method)
+    drafter = remade(drafter, sliding_window=6) if "windows" in name else drafter
     theirs = decoded(BY_NAME[name].plant(drafter), prompts(), CONFIG, name)
     found = compared(drafter, decoded(drafter, prompts(), CONFIG, AS_LOADED), theirs, prompts(), CONFIG)
     assert found["verdict"] == FAULT and found["named"][0] == name, found["named"]

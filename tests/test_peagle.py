@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from rigged import PEAGLE, goes_by, peagle
 from test_eagle3 import described, first_features, rms
 from test_eagle3_layouts import rewrite, save_target, written
+from test_train_dflash import own_text
 from tiny import VOCAB_SIZE
 from torch import Tensor
 
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.heads.peagle.shape import PEagleShape
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
@@ -23,7 +25,9 @@ from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from eval.measure.mistakes import declared
+from eval.configs import ParityConfig
+from eval.figures.diagnosis import FAULT, PASS, compared, decoded, known, ranked
+from eval.figures.readings import AS_LOADED
 from train.core.task import make_task
 from train.run.files import read_metrics
 
@@ -83,16 +87,6 @@ TestTree = conformance.brief(lambda t: peagle(t, "tree", nodes=12, top_k=4), fam
 TestAuto = conformance.brief(lambda t: goes_by(peagle(t, "auto")), families=("llama",))
 
 
-@pytest.mark.parametrize("name", ["layer ids one too high", "wrong mask token", "residual on the wrong side"])
-def test_a_planted_mistake_changes_drafts(name: str) -> None:
-    """Catches a mistake that parity plants, and that changes nothing, or the shared drafter."""
-    drafter = peagle(target_of("llama"), "chain", taps=[0, 1, 2])
-    mistake = next(one for one in declared(PEagleShape) if one.name.startswith(name))
-    wrong, known = mistake.plant(drafter), prompt(9)
-    assert not torch.allclose(slots(drafter, known), slots(wrong, known), atol=1e-3)
-    assert drafter.taps == (0, 1, 2) and drafter.module.shape.mask_token_id == 2
-
-
 # ------------------------------------------------------------------------------------------- training
 
 
@@ -102,9 +96,11 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
     return tiny_run.settings(target.name, features, tmp_path / "run", head=keys)
 
 
-def test_the_loss_of_all_depths(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [{}, {"sliding_window": 4}])
+def test_the_loss_of_all_depths(settings: dict[str, Any], more: dict[str, Any]) -> None:
     """Catches a depth that sees another draft's mask tokens, a label one token off, a position that COD sampling left
     out, and weights that do not make up for it."""
+    settings["head"] |= more
     task, batch = tiny_run.task_of("peagle", settings | {"draft_vocab": 60}, 1, 3)
     config, batch = task.config, task.choose(batch)
     sampled = task.sampled(batch, 5)
@@ -167,6 +163,39 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
         load_drafter(settings["out"], target, depth=4)
 
 
+# ------------------------------------------------------------------------------------------- parity
+
+PARITY = ParityConfig.model_validate(
+    {"target": {"path": "t"}, "checkpoint": "c", "engine": "ours", "batch": 16, "depth": 3, "max_new_tokens": 20}
+)
+
+
+@pytest.fixture(scope="module")
+def learnt(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[list[int]]]:
+    """A drafter that learnt the target's answers to three prompts by heart, and these prompts."""
+    folder = tmp_path_factory.mktemp("learnt")
+    texts = own_text(folder / "features", target)
+    keys = {"taps": [tiny_run.TAP], "mask_token_id": 2, "depths": 3, "layers": 1}
+    more: dict[str, Any] = {"steps": 120, "lm_head_start": "target", "head": keys}
+    tiny_run.train_here("peagle", tiny_run.settings(target.name, texts, folder / "run", **more))
+    store = FeatureStore.open(texts / "heldout")
+    return load_drafter(str(folder / "run"), target, tree="chain"), [one.input_ids[:4].tolist() for one in store]
+
+
+@pytest.mark.parametrize("name", ["layer ids one too high", "wrong mask token", "residual on the wrong side"])
+def test_a_planted_fault_is_named(name: str, learnt: tuple[Any, list[list[int]]]) -> None:
+    """Catches a mistake that parity does not try on this head, and so calls it another's; one that changes nothing, or
+    the shared drafter."""
+    drafter, prompts = learnt
+    ours = decoded(drafter, prompts, PARITY, AS_LOADED)
+    mistake = next(one for one in known(drafter) if one.name.startswith(name))
+    found = compared(drafter, ours, decoded(mistake.plant(drafter), prompts, PARITY, ""), prompts, PARITY)
+    assert (found["verdict"], found["named"]) == (FAULT, [mistake.name])
+    right = ranked(drafter, ours, prompts, PARITY)
+    assert right["verdict"] == PASS and right["readings"][0]["tau"]["value"] > 2
+    assert not any("feedback" in one["name"] for one in right["readings"]), "nothing is fed back"
+
+
 # ------------------------------------------------------------------------------------------- forms
 
 
@@ -221,3 +250,6 @@ def test_bad_keys(saved: TargetModel) -> None:
         shape.check(saved.config)
     with pytest.raises(ValidationError, match="depths"):
         PEagleShape(**PEAGLE | {"depths": 1})
+    run: dict[str, Any] = tiny_run.settings("t", Path("f"), Path("o"), head=PEAGLE | {"sliding_window": 4})
+    with pytest.raises(ValueError, match="sliding_window is 4, and a draft of depths=4 .* set sliding_window=5 or more"):
+        tiny_run.read("peagle", run)

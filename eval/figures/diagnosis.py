@@ -177,7 +177,9 @@ def known(drafter: Head) -> tuple[Mistake, ...]:
     """Return the mistakes that heads of this kind have."""
     if isinstance(drafter, BlockDrafter):
         return BLOCK_MISTAKES
-    return MISTAKES if isinstance(drafter.head, FeatureHead) else declared(type(drafter).shape)
+    shared = MISTAKES if isinstance(drafter.head, FeatureHead) else ()
+    names = {mistake.name for mistake in shared}
+    return (*shared, *(mistake for mistake in declared(type(drafter).shape) if mistake.name not in names))
 
 
 def mistaken(drafter: Head, prompts: list[list[int]], config: ParityConfig) -> Iterator[tuple[str, str, list[Outcome]]]:

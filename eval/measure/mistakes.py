@@ -100,7 +100,7 @@ def reverse_taps(drafter: LearnedDrafter) -> LearnedDrafter | None:
 def flip(drafter: LearnedDrafter, key: str) -> LearnedDrafter | None:
     """Give a key of the shape that is true or false its other value."""
     shape: Any = cast(Any, drafter.module).shape
-    if key not in type(shape).model_fields:
+    if key not in type(shape).mistakes:
         return None
     keys: dict[str, Any] = {key: not getattr(shape, key)}
     return remade(drafter, **keys)
