@@ -9,11 +9,12 @@ from unittest import mock
 
 import conformance
 import pytest
+import rigged
 import tiny_run
 import torch
 from conformance import NO_EOS, each_draft, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from rigged import Oracle, OracleBlock, OracleHeads, dflash, dflash2, dspark, eagle, eagle3, kangaroo, medusa, with_head
+from rigged import dflash, dflash2, dspark, eagle, eagle3, kangaroo, medusa, with_head
 from test_peagle import peagle
 
 from drafters import TargetModel, generate, load_drafter
@@ -40,7 +41,7 @@ def with_pair(drafter: Any, count: int, rank: int = 40, **options: Any) -> Any:
     drafter.module.load_state_dict(pair, strict=False)
     settings = drafter.settings.model_copy(update={"candidates": count, **options})
     made = type(drafter)(drafter.target, drafter.module, settings)
-    rigs = [kind for kind in type(head).__mro__ if kind in (Oracle, OracleBlock, OracleHeads)]
+    rigs = [kind for kind in type(head).__mro__ if kind in (rigged.Oracle, rigged.OracleBlock, rigged.OracleHeads)]
     if rigs:
         made = with_head(made, rigs[0], head.noise)
         made.lm_head.enter = head.lm_head.enter
@@ -122,11 +123,24 @@ def again_without(drafter: Any) -> Any:
     return with_pair(drafter, None)  # type: ignore[arg-type]
 
 
+BRANCHES: Any = [[0], [1], [0, 0], [0, 1], [1, 0]]
+
+
+def branching(drafter: Any) -> Any:
+    """The drafter, which draws the nodes of ``BRANCHES`` in every step."""
+    drafter.policy = rigged.Cycling()
+    drafter.policy.shapes = (tuple(map(tuple, BRANCHES)),)
+    return drafter
+
+
 TOYS = {
     "chain": lambda t: with_pair(eagle(t, None, "chain", depth=3), 3, 3),
     "static": lambda t: with_pair(eagle(t, None, "static", paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0]]), 3, 3),
     "d2t": lambda t: with_pair(eagle3(t, None, "chain", kept=4, depth=3), 2, 3),
+    "d2t static": lambda t: with_pair(eagle3(t, None, "static", kept=4, paths=BRANCHES), 2, 3),
     "dspark": lambda t: with_pair(dspark(t, None, "chain"), 3, 3),
+    "dspark d2t, auto": lambda t: branching(with_pair(dspark(t, None, "auto", draft_vocab_size=4), 3, 3)),
+    "medusa static": lambda t: with_pair(medusa(t, None, "static", paths=BRANCHES), 3, 3),
 }
 
 
