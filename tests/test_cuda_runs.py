@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,11 +10,14 @@ import cuda_runs
 import pytest
 from cuda_runs import GREEDY_ONLY, METHODS, PROMPTS, Decoded, Models
 from host_reads import ALLOWED
+from rigged import eagle
 from simulated_cuda import simulated_cuda
+from test_candidates import with_pair
 
-from drafters import drafter_class
+from drafters import drafter_class, load_drafter
 from drafters.loop import acceptance
 from drafters.methods import method_names
+from drafters.model.candidates import Candidates
 
 RUNS = [(method, temperature) for method in METHODS for temperature in (0.0, 1.0)]
 RUNS = [(method, temperature) for method, temperature in RUNS if temperature == 0 or method not in GREEDY_ONLY]
@@ -111,3 +115,14 @@ def test_batches() -> None:
     for run in found.there:
         there = same(found, run)
         assert max(there.reads) == 1
+
+
+def test_candidates_are_chosen_on_the_device(tmp_path: Path) -> None:
+    """Catches a pair or rows of the LM head on another device, and candidates that are copied to the host."""
+    with_pair(eagle(Models("cpu", "graphs").target("eagle"), None, "dynamic"), 12).save_pretrained(tmp_path)
+    runs = [("eagle candidates", 0.0), ("eagle candidates", 1.0)]
+    made = {runs[0][0]: lambda target, _: load_drafter(str(tmp_path), target, tree="dynamic", top_k=4, nodes=12)}
+    with mock.patch.dict(METHODS, made), mock.patch.object(Candidates, "reads_less", lambda *given: True):
+        found = outcomes("graphs", runs, ONE, 9)
+    for run in runs:
+        assert max(same(found, run).reads) == 1
