@@ -214,8 +214,10 @@ def save_head(folder: Path, target: TargetModel, **options: Any) -> str:
 @pytest.mark.parametrize("layer", ["llama", "qwen3"])
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_there_and_back(to: str, layer: str, saved: TargetModel, tmp_path: Path) -> None:
-    """Catches a learned state that is lost, a head that is read as EAGLE-3's, and a command for another method."""
-    head = save_head(tmp_path / "head", saved, draft_vocab_size=60, layer=layer)
+    """Catches a learned state that is lost, a head that is read as EAGLE-3's, a window that a form loses, and a command
+    for another method."""
+    window = 6 if layer == "llama" else None
+    head = save_head(tmp_path / "head", saved, draft_vocab_size=60, layer=layer, sliding_window=window)
     export(head, to, tmp_path / "there")
     assert check(tmp_path / "there", to, saved.name).startswith(f"{tmp_path / 'there'} is a P-EAGLE head for ")
     config, weights = written(tmp_path / "there")
@@ -225,6 +227,10 @@ def test_there_and_back(to: str, layer: str, saved: TargetModel, tmp_path: Path)
     one, other = load_checkpoint(head), load_checkpoint(str(tmp_path / "back"))
     assert PEagleShape(**one[0]["drafter"]) == PEagleShape(**other[0]["drafter"])
     assert all(torch.equal(value, other[1][name]) for name, value in one[1].items()) and len(one[1]) == len(other[1])
+    export(str(tmp_path / "back"), to, tmp_path / "again")
+    again, tensors = written(tmp_path / "again")
+    assert again | {"made_from": 0} == config | {"made_from": 0} and tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in weights.items())
 
 
 def test_what_released_folders_lack(saved: TargetModel, tmp_path: Path) -> None:
