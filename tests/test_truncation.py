@@ -17,7 +17,7 @@ from conformance import prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from enumeration import VOCAB, Q, after, bias
 from enumeration import P as P_TABLE
-from rigged import BLOCK, Cycling, block_costs, dflash, dflash2, dspark
+from rigged import BLOCK, Cycling, block_costs, dflash, dflash2, dspark, peagle
 from torch import Tensor
 
 from drafters import TargetModel, generate
@@ -176,6 +176,9 @@ MAKERS: dict[str, Callable[[TargetModel], Any]] = {
     "dflash2 chain": lambda t: dflash2(t, None, "chain", **TOY, **FEW),
     "dflash2 tree": lambda t: dflash2(t, None, "tree", nodes=9, top_k=3, **TOY, **FEW),
     "dflash2 truncated": lambda t: block_costs(dflash2(t, None, "chain", truncate=True, **TOY, **FEW), 0.12),
+    "peagle chain": lambda t: peagle(t, "chain", **TOY),
+    "peagle tree": lambda t: peagle(t, "tree", nodes=9, top_k=3, **TOY),
+    "peagle auto": lambda t: cycling(peagle(t, "auto", draft_vocab_size=4, **TOY)),
     "dspark truncated": lambda t: block_costs(dspark(t, None, "chain", truncate=True, **TOY), 0.12),
     "dflash truncated": lambda t: block_costs(dflash(t, None, "chain", truncate=True, **TOY), 0.12),
 }
