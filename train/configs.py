@@ -12,14 +12,13 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.dialogues.reader import source_digest
-from data_prep.store.manifest import read_header
 from drafters.common.files import check_folder
 from drafters.common.provenance import changes
 from drafters.config import Amount, Config, DraftSize, Length, Size
 from drafters.heads.block.shape import BlockShape
 from drafters.heads.eagle3.shape import Eagle3Shape
 from drafters.methods import method_names
-from train.core.config import Decay, TrainConfig, Weight
+from train.core.config import Decay, TrainConfig, Weight, with_windows
 
 
 def trained_methods() -> list[str]:
@@ -36,10 +35,6 @@ def started_methods() -> list[str]:
 def templates() -> list[Path]:
     """The folders with the templates of train.start."""
     return [Path(folder) / "plan" / "templates" for folder in import_module("train").__path__]
-
-
-LONG = 4096  # most tokens of a dialogue up to which block heads attend to all of it by default
-WINDOW = 2048  # tokens of a block head's window for longer dialogues; the published heads have it
 
 
 def schema_of(method: str) -> type[TrainConfig]:
@@ -124,11 +119,7 @@ class DFlashConfig(TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _has_windows_in_long_texts(cls, data: Any) -> Any:
-        """Add ``sliding_window`` for dialogues above ``LONG`` tokens, unless the config or ``init_from`` decides it."""
-        head = data.get("head", {}) if isinstance(data, dict) else None
-        if not isinstance(head, dict) or data.get("init_from") or "sliding_window" in {*data, *head}:
-            return data
-        return data | {"sliding_window": WINDOW} if _longest(data) > LONG else data
+        return with_windows(data)
 
     @property
     def decay(self) -> float:
@@ -174,17 +165,6 @@ class DFlashConfig(TrainConfig):
         if self.trains_lm_head and self.zero_stage == 3:
             raise ValueError("zero_stage is 3, which would split weights that the loss multiplies with; set 0, 1 or 2")
         return self
-
-
-def _longest(data: dict[str, Any]) -> int:
-    """Most tokens of a training dialogue in a config that is not validated yet; 0: unknown."""
-    if isinstance(online := data.get("data"), dict):
-        most = online.get("max_length")
-        return most if isinstance(most, int) else 0
-    try:
-        return read_header(Path(data["features"]) / "train").max_length
-    except (ValueError, OSError, KeyError, TypeError):  # reported when the features are opened
-        return 0
 
 
 class OnPolicy(Config):

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from data_prep.store.manifest import read_header
 from drafters.common.states import disorder
 from drafters.config import Amount, Config, Dtype, Length, Seed, Threads, Vocabulary, Width
 from drafters.heads.shape import HeadShape
@@ -50,6 +52,8 @@ def _in_float32(weight: float) -> float:
 # would end at its first step with advice on the learning rate.
 Weight = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
 Decay = Annotated[float, Field(ge=0.01, le=1)]  # a factor that is applied up to 16 times
+LONG = 4096  # most tokens of a dialogue up to which block heads attend to all of it by default
+WINDOW = 2048  # tokens of a block head's window for longer dialogues; the published heads have it
 OLDER_KEYS = {"tap_layers": "taps"}  # names that keys of a head had beside the others
 
 
@@ -303,6 +307,21 @@ class TrainConfig(Config):
         if self.weight_average is not None and stage == 3:
             raise ValueError("weight_average needs zero_stage: 0, 1 or 2, where each rank has whole weights (it is 3)")
         return self
+
+
+def with_windows(data: Any) -> Any:
+    """Add ``sliding_window`` to an unchecked config for dialogues above ``LONG`` tokens, unless it or ``init_from``
+    decides."""
+    head = data.get("head", {}) if isinstance(data, dict) else None
+    if not isinstance(head, dict) or data.get("init_from") or "sliding_window" in {*data, *head}:
+        return data
+    longest: Any = None
+    if isinstance(online := data.get("data"), dict):
+        longest = online.get("max_length")
+    elif isinstance(features := data.get("features"), str | Path):
+        with suppress(ValueError, OSError):  # reported when the features are opened
+            longest = read_header(Path(features) / "train").max_length
+    return data | {"sliding_window": WINDOW} if isinstance(longest, int) and longest > LONG else data
 
 
 # Keys that may change on --resume; any other change would make the earlier training invalid.
