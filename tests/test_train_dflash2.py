@@ -87,7 +87,8 @@ def test_the_loss_is_the_one_described(settings: dict[str, Any], more: dict[str,
     expected.backward()
     for name, weights in parameters.items():
         if weights.requires_grad:
-            torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=5e-5, msg=name)
+            atol = max(5e-5, 1e-5 * float(weights.grad.abs().max()))  # small elements of large sums round
+            torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-3, atol=atol, msg=name)
     assert {name for name, found in gradients.items() if found is None} == {
         name for name in parameters if frozen and not name.startswith(ALL)
     }
