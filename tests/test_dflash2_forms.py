@@ -201,6 +201,14 @@ def test_another_mask_embedding_is_refused(content: Any, told: str, target: Targ
             program()
 
 
+def test_two_mask_embeddings_are_refused(target: TargetModel, tmp_path: Path) -> None:
+    """Catches a tensor that the file replaces without a word."""
+    config, weights = released(tmp_path / "released", target, mask="bare")
+    rewrite(tmp_path / "released", config, weights)
+    with pytest.raises(ValueError, match="has mask_embedding.pt and a tensor mask_embedding; remove the wrong one"):
+        convert(str(tmp_path / "released"), target.name, tmp_path / "out")
+
+
 def test_sizes_follow_from_the_tensors(target: TargetModel, tmp_path: Path) -> None:
     """Catches a rank or group that is a default where config.json leaves it out."""
     config, weights = released(tmp_path / "released", target)

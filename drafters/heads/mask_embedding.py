@@ -21,11 +21,13 @@ def with_mask_embedding(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Te
     """The tensors, with the embedding of the folder's file in their dtype; ``flat``: keys of its ``config.json``.
 
     Raises:
-        ValueError: a file that holds more than tensors and numbers, or an embedding of another width or token.
+        ValueError: a file that holds more than tensors and numbers, an embedding of another width or token, or two.
     """
     path, weights = stored.folder / MASK_FILE, dict(stored.weights)
     if not path.is_file():
         return weights
+    if MASK_EMBEDDING in weights:
+        raise ValueError(f"{stored.source} has {MASK_FILE} and a tensor {MASK_EMBEDDING}; remove the wrong one")
     content = load_pickled(path, stored.source)
     token = content.get("mask_token_id") if isinstance(content, dict) else None
     embedding = content.get("embedding") if isinstance(content, dict) else content
