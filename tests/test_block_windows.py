@@ -125,6 +125,8 @@ TRAPS: dict[str, tuple[str, dict[str, Any], bool | None, str | None]] = {
     "all": ("dflash", ANCHORED, False, None),
     "absent": ("dflash", ANCHORED, None, "is absent, so that the rows of a block would see one another in all layers"),
     "both ways": ("dflash", ANCHORED | {"causal": False}, True, None),
+    "dflash2, absent": ("dflash2", ANCHORED | {"causal": False, "full_layers": [1]}, None, None),
+    "dflash2, causal": ("dflash2", ANCHORED | {"full_layers": [1]}, False, "is false, so that .* earlier rows only"),
     "dspark, mixed": ("dspark", FIRST | ANCHORED | {"full_layers": [1]}, False, None),
     "dspark, both ways": ("dspark", FIRST | ANCHORED | {"causal": False}, True, "its sliding layers would be causal"),
 }
@@ -136,7 +138,7 @@ def test_what_vllm_makes_of_speculators_folders(case: str, target: TargetModel, 
     method, options, non_causal, message = TRAPS[case]
     export(save_head(tmp_path / "head", method, target, **options), "speculators", tmp_path / "out")
     config, weights = written(tmp_path / "out")
-    assert config["sliding_window_non_causal"] is bool(non_causal)
+    assert config["sliding_window_non_causal"] is (options["causal"] is False)
     if non_causal is None:
         config.pop("sliding_window_non_causal")
     rewrite(tmp_path / "out", config, weights)
