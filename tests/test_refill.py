@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conformance import NO_EOS, prompt, rows_of, target_of
-from rigged import medusa
+from rigged import dflash, medusa
 from test_batch import METHODS, prompts_of
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
@@ -83,12 +83,16 @@ def recorded(drafter: Drafter) -> dict[tuple[tuple[int, ...], int], list[int]]:
 
 @pytest.mark.parametrize(
     "make",
-    [METHODS["eagle-random"], lambda target: medusa(target, None, "static", nodes=12)],
-    ids=["eagle-random", "medusa-random"],
+    [
+        METHODS["eagle-random"],
+        lambda target: medusa(target, None, "static", nodes=12),
+        lambda target: dflash(target, None, "chain", sliding_window=6),
+    ],
+    ids=["eagle-random", "medusa-random", "windows-random"],
 )
 def test_drafts_are_those_of_the_row_alone(make: Callable[[TargetModel], Drafter]) -> None:
-    """Catches a head that goes on from the features, or the cache, of the answer that was there before, or from those
-    of padding where prompts of several lengths join together: its drafts are lossless, and wrong."""
+    """Catches a head that goes on from the features, the cache or the positions of the answer that was there before, or
+    from those of padding where prompts of several lengths join together: its drafts are lossless, and wrong."""
     target, prompts = target_of("llama"), [*prompts_of(11), *(prompt(10 - index % 3, index) for index in range(11, 19))]
     longest = max(map(len, prompts))
     plain = make_drafter("autoregressive", target)

@@ -72,7 +72,9 @@ def test_a_window_of_the_whole_text_changes_nothing(kind: Any) -> None:
         assert all(torch.equal(one, other) for one, other in zip(states[0], others, strict=True))
 
 
-@pytest.mark.parametrize(("case", "temperature"), [*((case, 0.0) for case in WINDOWS), ("mixed", 0.9)])
+@pytest.mark.parametrize(
+    ("case", "temperature"), [*((case, 0.0) for case in WINDOWS), ("mixed", 0.9), ("anchored", 0.9)]
+)
 def test_texts_of_several_windows(case: str, temperature: float) -> None:
     """Catches a bounded cache that loses a token within a window, keeps a rejected one, or turns keys by their slots:
     drafts equal those of the whole text's features, and only a head with a full layer keeps them all.
