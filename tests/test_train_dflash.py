@@ -81,6 +81,47 @@ def test_flex_attention_equals_products(causal: bool, scope: Scope) -> None:
     assert blocks.mask(found.device, scope) is blocks.mask(found.device, scope)  # one for all layers
 
 
+def test_no_recompilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kernel for each length, number of anchors, window or evaluation: torch compiles for seconds each time,
+    and after eight times it runs the uncompiled flex_attention, which stores all scores."""
+    compiled, graphs = torch.compile, []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=counting, **options))
+    attention.of_all_lengths.cache_clear()
+    torch._dynamo.reset()
+    drawn = torch.Generator().manual_seed(0)
+    scopes = [EVERYTHING, Scope(5), Scope(40, anchored=True), Scope(4, causal=True)]
+    texts = [
+        [9],
+        [300],
+        [130, 126],
+        *(torch.randint(20, 400, (1 + n % 4,), generator=drawn).tolist() for n in range(6)),
+    ]
+    for number, lengths in enumerate(texts):
+        anchors = [[*range(0, length, 3 + 11 * number)] for length in lengths]
+        blocks = Blocks(lengths, anchors, 16, causal=number % 3 == 1)
+        rows = 16 * sum(map(len, anchors))
+        shapes = [(1, HEADS, rows, WIDTH), *[(1, KV_HEADS, sum(lengths) + rows, WIDTH)] * 2]
+        module: Any = SimpleNamespace(training=number % 2 == 0, scope=scopes[number % 4])
+        given = [module, *map(torch.randn, shapes), blocks]
+        found = attention.flex_block_attention(*given, scaling=WIDTH**-0.5)
+        torch.testing.assert_close(found, block_attention(*given), rtol=1e-5, atol=1e-5)
+        assert len(graphs) == 2, number  # of the mask, of the attention
+    attention.of_all_lengths.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_dropout_is_refused() -> None:
+    """Catches a head that trains without its dropout on a GPU only."""
+    states, blocks = torch.randn(1, 4, 9, 8), Blocks([6], [[1]], 3)
+    with pytest.raises(ValueError, match="attention dropout is 0.1.*set it to 0"):
+        attention.flex_block_attention(torch.nn.Module(), states, states, states, blocks, dropout=0.1)
+
+
 def test_runs() -> None:
     """Catches a count that passes the end of an answer."""
     mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 1]).bool()

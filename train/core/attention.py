@@ -5,7 +5,9 @@ kernel for each dialogue, and a CPU multiplies blocks of queries, which is faste
 in the backward pass. For the blocks of DFlash a GPU uses flex_attention, which has no backward pass on a CPU.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.flex_attention import repeat_kv
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafters.model.layers import no_head, probe_states
@@ -24,6 +26,7 @@ from drafters.model.rows import EVERYTHING, Scope
 from drafters.model.runner import attention_kernels
 
 NAME, CAUSAL = "dialogues", "blocked-causal"
+LEAST = 256  # queries of flex_attention: fewer than two of its sparse blocks of 128 need a kernel of their own
 BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs
 States = tuple[Tensor, Tensor]  # keys and values, [R, kv_heads, L, d] each
 
@@ -108,32 +111,46 @@ class Blocks(Dialogues):
         places = anchors[:, None] + torch.arange(self.size, device=anchors.device)
         return unseen | (places[..., None] - tokens >= scope.window)
 
-    def mask(self, device: torch.device, scope: Scope = EVERYTHING) -> Any:
-        """flex_attention's BlockMask. Its numbers are in tensors, so that other lengths need no other kernel."""
-        if scope in self._masks:
-            return self._masks[scope]
+    def seen(self, scope: Scope) -> Tensor:
+        """Keys that the Q rows of the blocks see, int64 ``[4, Q]``: the first token and the end of the tokens, then the
+        first row of the own block and the end of the rows."""
         starts = list(itertools.accumulate(self.lengths, initial=0))
         every = [(start, start + at) for start, anchors in zip(starts, self.anchors, strict=False) for at in anchors]
-        first, behind = (torch.tensor(each, device=device) for each in zip(*every, strict=True))  # of what a block sees
-        size, causal, window = self.size, self.hides(scope), scope.window
-        step = 0 if scope.anchored else 1  # tokens that the window moves by from row to row
-        reach = None if window is None else window if scope.anchored else window - 1  # tokens before the anchor
-        rows = torch.arange(len(every) * size, device=device)
-        row_of = torch.cat([rows.new_full((starts[-1],), -1), rows])  # by key; -1: a token
+        first, behind = torch.tensor(every)[..., None].expand(-1, -1, self.size).unbind(1)  # [m, size] each
+        place = torch.arange(self.size)
+        if scope.window is not None:
+            first = torch.maximum(first, behind - (scope.window if scope.anchored else scope.window - 1 - place))
+        own = (starts[-1] + self.size * torch.arange(len(every)))[:, None].expand_as(first)
+        end = own + (place + 1 if self.hides(scope) else self.size)
+        return torch.stack([first, behind, own, end]).flatten(1)
 
-        def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            block, row = query // size, row_of[key]
-            inside = (row >= 0) & (row // size == block)
-            if causal:
-                inside = inside & (row <= query)
-            before = (key >= first[block]) & (key < behind[block])
-            if reach is not None:
-                before = before & (behind[block] + step * (query % size) - key <= reach)
-            return inside | before
+    def mask(self, device: torch.device, scope: Scope = EVERYTHING) -> Any:
+        """flex_attention's BlockMask of at least ``LEAST`` queries and keys.
 
-        make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-        self._masks[scope] = make(sees, None, None, len(rows), len(row_of), device=device)
+        Lengths, anchors, scope and block size are in a tensor, so that one kernel serves all of them. Rows of padding
+        see the first token.
+        """
+        if scope not in self._masks:
+            seen = self.seen(scope)
+            rows, tokens = seen.shape[1], sum(self.lengths)
+            seen = F.pad(seen, (0, max(0, LEAST - rows)))
+            seen[1, rows:] = 1
+            seen = seen.to(device)
+            torch._dynamo.mark_static(seen, 0)
+
+            def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                of_tokens = (key >= seen[0, query]) & (key < seen[1, query])
+                return of_tokens | (key >= seen[2, query]) & (key < seen[3, query])
+
+            make = of_all_lengths(create_block_mask)
+            self._masks[scope] = make(sees, None, None, seen.shape[1], tokens + seen.shape[1], device=device)
         return self._masks[scope]
+
+
+@functools.cache
+def of_all_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` compiled for sizes that change from call to call: a recompilation takes many steps' time."""
+    return torch.compile(function, dynamic=True)
 
 
 def take_dialogues(module: nn.Module) -> None:
@@ -323,12 +340,34 @@ def block_attention(
 
 
 def flex_block_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Blocks,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
 ) -> Tensor:
-    """The same by flex_attention, compiled, without scores in memory; ValueError for dropout, which it lacks."""
-    return flex_attention_forward(
-        module, query, key, value, blocks.mask(query.device, getattr(module, "scope", EVERYTHING)), **options
-    )[0]
+    """The same by flex_attention, compiled, without scores in memory.
+
+    Raises:
+        ValueError: dropout, which flex_attention lacks.
+    """
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout:g}, which flex_attention lacks; set it to 0")
+    heads, rows, width = query.shape[1:]
+    if heads & (heads - 1):  # as transformers' flex_attention_forward
+        key, value = (repeat_kv(states, heads // key.shape[1]) for states in (key, value))
+    padding = (0, 0, 0, max(0, LEAST - rows))
+    padded = [F.pad(states, padding) if rows < LEAST else states for states in (query, key, value)]
+    for states in padded:
+        torch._dynamo.mark_static(states, [0, 1, 3])
+    # A scale that is given would be one more input of the kernel.
+    scale = None if scaling is None or math.isclose(scaling, width**-0.5) else scaling
+    mask = blocks.mask(query.device, getattr(module, "scope", EVERYTHING))
+    attended = of_all_lengths(flex_attention)(*padded, block_mask=mask, scale=scale, enable_gqa=True)
+    return attended[:, :, :rows].transpose(1, 2)
 
 
 def causal_attention(
