@@ -17,6 +17,7 @@ import torch
 from by_keys import new_head
 from conformance import NO_EOS, prompt, rows_of
 from rigged import dflash, eagle3, perturbed
+from simulated_cuda import simulated_cuda
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafters import Drafter, TargetModel, generate, make_drafter
@@ -29,7 +30,6 @@ from drafters.layouts.export import check, export
 from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.methods.kangaroo import KangarooDrafter, KangarooOptions
 from drafters.model.ends import load_frozen_ends, load_norm
-from drafters.model.fused import FAMILIES
 from drafters.model.stock import body_of, decoder_layers
 from train.core.losses import Pairs
 from train.eagle import EagleConfig, EagleTask
@@ -132,10 +132,7 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
     """
     stock = saved(family, DECODED[family], folder)
     texts = [prompt(LONG, seed) for seed in range(prompts)]
-    expected = []
-    for ids in texts:
-        out = stock.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
-        expected.append(out[0, LONG:].tolist())
+    expected = stock_tokens(stock, texts, new)
     check_norm(stock, folder)
     target = TargetModel.from_pretrained(str(folder), "float32", "cpu")
     near = perturbed(target, 0.02, 0)
@@ -151,8 +148,44 @@ def trial(family: str, folder: Path, prompts: int = 1, new: int = 16) -> dict[st
         "EAGLE": eagle(target, folder),
     }
     row["Kangaroo"] = kangaroo(target, texts, new, expected)
-    row["graphs"] = "yes" if family in FAMILIES else "no"
+    row["graphs"] = graphs(family, texts, new, expected)
     return row
+
+
+def stock_tokens(model: Any, texts: list[list[int]], new: int) -> list[list[int]]:
+    """Greedy tokens of the model's own ``generate``."""
+    out = [model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0) for ids in texts]
+    return [row[0, len(ids) :].tolist() for row, ids in zip(out, texts, strict=True)]
+
+
+def graphs(family: str, texts: list[list[int]], new: int, expected: list[list[int]]) -> str:
+    """What the simulated GPU captures: "yes", "in bf16", or "no".
+
+    A mixture of experts is captured only where CUDA has a kernel for grouped products, which takes bf16.
+    """
+    for dtypes, answer in ((set[torch.dtype](), "yes"), ({torch.float32}, "in bf16")):
+        with simulated_cuda() as gpu:
+            gpu.grouped |= dtypes
+            if captured(family, texts, new, expected):
+                return answer
+    return "no"
+
+
+def captured(family: str, texts: list[list[int]], new: int, expected: list[list[int]]) -> bool:
+    """Return whether a GPU captures a family's forwards.
+
+    Raises:
+        AssertionError: captured chains, trees or taps give other tokens than ``expected``.
+    """
+    model: Any = build(family, DECODED[family])
+    target = TargetModel(model.to("cuda"), name=family)
+    if target.engine != "graphs":
+        return False
+    _, tree, with_taps, _ = heads(target)
+    for drafter in (make_drafter("prompt_lookup", target), tree, with_taps):
+        assert decode(target, drafter, texts, new) == expected, type(drafter).__name__
+    assert all(part.captured and not part.uncaptured for part in target._parts.values())
+    return True
 
 
 def heads(target: TargetModel) -> list[Drafter]:
@@ -249,12 +282,15 @@ what differs.
 
 {rows}
 
-- engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself; graphs: a GPU captures `fused`
+- engine: `fused` runs layers rewritten for decoding, `stock` calls the model itself
 - decoding: greedy tokens of plain decoding, prompt lookup, a draft model, EAGLE's chain and dynamic tree, EAGLE-3's
   dynamic tree and DFlash's chain are those of stock `generate`; `chains`: the same with chains in place of trees
 - EAGLE: a head with a Llama layer trains, saves, loads and is exported for vLLM
 - Kangaroo runs the first layers alone. *in two parts*: the forward does something between embedding and layers, or
   after a layer. *its layers alone*: no adapter can be made of its attention
+- graphs: [captured as CUDA graphs](gpu.md#cuda-graphs), tried on a simulated GPU with chains and trees. *in bf16*: for
+  the products of its experts CUDA has a kernel in bf16 only, on Hopper and Blackwell. *no*: it keeps a running state,
+  or its forward waits for the GPU (`jetmoe`, `phimoe`)
 
 Of a multimodal folder (Gemma 3, Mistral 3, LLaVA, Qwen2.5-VL, Qwen3-VL) the text model is taken, for text only.
 

@@ -2,7 +2,8 @@
 
     python tests/gpu_exact.py --out exact.json
 
-Also DFlash's attention of a training step, by flex_attention and by matrix products: outputs, gradients, time, memory.
+Also DFlash's attention of a training step, by flex_attention and by matrix products: outputs, gradients, time, memory;
+and captured forwards of models that run on their own forward.
 
 Tiny random models in float32. Greedy tokens are compared with the CPU's, sampled ones (whose random numbers no CPU
 draws) with those of the same layers without graphs.
@@ -10,6 +11,8 @@ draws) with those of the same layers without graphs.
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +20,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from conformance import prompt
 from cuda_runs import GREEDY_ONLY, METHODS, PROMPTS, Decoded, Models, decode
+from families import DECODED, build, captured, stock_tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafters import TargetModel, generate, make_drafter
 from train.core.attention import Blocks, block_attention, flex_block_attention
+
+OWN = ("glm4", "gemma3_text", "cohere2", "granite", "gpt2", "youtu")  # dense, with every kind of mask
+GLM = {"hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2}
+GLM |= {"head_dim": 128, "vocab_size": 151_552, "num_hidden_layers": 8}  # of GLM-4-9B's 40 layers
 
 
 def compare(new_tokens: int) -> list[dict[str, Any]]:
@@ -52,10 +63,9 @@ def steady(new_tokens: int) -> dict[str, Any]:
         once(prompts=[PROMPTS[:1]])
     before = segments()
     again: Decoded = once(prompts=[PROMPTS[:1]])
-    runner: Any = target.runner
     return {
         "captured": sum(len(part.captured) for part in target._parts.values()),
-        "broken": runner.broken,
+        "uncaptured": [part.uncaptured for part in target._parts.values()],
         "segments_before": before,
         "segments_after": segments(),
         "tokens": len(again.tokens[0]),
@@ -96,6 +106,35 @@ def blocks(
     return {"apart": apart, "flex": cost(flex_block_attention), "products": cost(block_attention)}
 
 
+def own_forwards(new_tokens: int, sizes: dict[str, int] = GLM) -> dict[str, Any]:
+    """Captured forwards of models that are not rewritten.
+
+    Returns:
+        What is wrong with ``OWN``, by family; tokens/s of plain decoding with ``sizes``, by engine.
+    """
+    texts, wrong, speeds = [prompt(12)], dict[str, str](), dict[str, float]()
+    for family in OWN:
+        try:
+            expected = stock_tokens(build(family, DECODED[family]), texts, new_tokens)
+            if not captured(family, texts, new_tokens, expected):
+                wrong[family] = "not captured"
+        except Exception as error:  # the others are to be seen, too
+            wrong[family] = f"{type(error).__name__}: {str(error)[:200]}"
+    with torch.device("cuda"):
+        config = AutoConfig.for_model("glm4", **sizes, pad_token_id=0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    engines: list[Any] = ["stock", "graphs"]
+    for engine in engines:
+        target, seconds = TargetModel(model, engine=engine, name="glm4"), []
+        for _ in range(4):  # the first one captures
+            began = time.perf_counter()
+            generate(target, make_drafter("autoregressive", target), texts, max_new_tokens=new_tokens, eos_token_id=[])
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        speeds[engine] = new_tokens / statistics.median(seconds[1:])
+    return {"wrong": wrong, "tokens_per_second": speeds}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Compare, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,11 +143,11 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": compare(given.new_tokens)}
     found["steady"], found["blocks"] = steady(given.new_tokens), blocks()
+    found["own"] = own_forwards(given.new_tokens)
     given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     wrong = [f"{row['method']} at {row['temperature']:g}" for row in found["rows"] if not row["same"]]
-    print(
-        f"{len(found['rows'])} runs; other tokens: {', '.join(wrong) or 'none'}; {found['steady']}; {found['blocks']}"
-    )
+    parts = "; ".join(str(found[part]) for part in ("steady", "blocks", "own"))
+    print(f"{len(found['rows'])} runs; other tokens: {', '.join(wrong) or 'none'}; {parts}")
 
 
 if __name__ == "__main__":

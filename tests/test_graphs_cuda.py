@@ -9,17 +9,22 @@ import pytest
 import tiny
 import torch
 from conformance import NO_EOS, prompt, rows_of
-from rigged import perturbed
+from families import DECODED, build
+from rigged import eagle, perturbed
 from simulated_cuda import CUDA, SimulatedCuda, simulated_cuda
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from drafters import TargetModel, generate, make_drafter
+from drafters.heads.eagle.module import EagleHead
+from drafters.heads.eagle.shape import EagleShape
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model import cache as kv_cache
 from drafters.model.cache import KVCache, Storage
 from drafters.model.graphs import GraphRunner
 from drafters.model.rows import CHAIN, EVERYTHING, Placed
+from drafters.model.runner import StockLayer
 
 
 @pytest.fixture
@@ -84,10 +89,69 @@ def test_memory_that_is_short_for_one_graph(gpu: SimulatedCuda, monkeypatch: pyt
     monkeypatch.setattr(again.runner, "_graph_of", short)
     with caplog.at_level(logging.WARNING):
         assert decoded(again, make_drafter("autoregressive", again)) == expected
-    assert again.runner.broken is None and "a forward is run without a graph" in caplog.text
+    assert (
+        all(part.uncaptured is None for part in again._parts.values())
+        and "a forward is run without a graph" in caplog.text
+    )
     before = gpu.count("capture")
     decoded(again, make_drafter("prompt_lookup", again), new=16)
     assert gpu.count("capture") > before
+
+
+def test_a_forward_that_waits_for_the_gpu_is_not_captured(gpu: SimulatedCuda, caplog: Any) -> None:
+    """Catches a capture that fails, after which torch's allocator raises internal errors, a model that does not load
+    for it, and a reason that is said twice or not at all."""
+    model: Any = build("jetmoe", DECODED["jetmoe"]).to("cuda")
+    with caplog.at_level(logging.WARNING, "drafters"):
+        target = TargetModel(model, name="routed")
+    assert target.engine == "stock" and gpu.count("capture") == 0 and not gpu.sync_debug
+    (said,) = [each.getMessage() for each in caplog.records if "without graphs" in each.getMessage()]
+    assert said.startswith("routed runs without graphs: ") and "waits for the GPU" in said
+    with pytest.raises(ValueError, match="engine 'graphs' cannot run routed: .*waits for the GPU.*engine 'stock'"):
+        TargetModel(model, name="routed", engine="graphs")
+
+
+def test_a_model_with_hooks_is_not_captured(gpu: SimulatedCuda, caplog: Any) -> None:
+    """Catches hooks that are called at the capture and at no replay."""
+    model: Any = build("glm", DECODED["glm"]).to("cuda")
+    model.model.layers[1].register_forward_hook(lambda module, args, output: None)
+    assert TargetModel(model).engine == "stock" and "hooks are set" in caplog.text
+
+
+def test_a_heads_own_layers_are_captured(gpu: SimulatedCuda) -> None:
+    """Catches masks, angles and positions of a head's transformers layer that stay those of its capture."""
+    target = TargetModel(build("olmo2", {}).to("cuda"))  # type: ignore[arg-type]
+    module: Any = EagleHead(target.config, EagleShape(layer="target")).to("cuda")
+    head: Any = EagleDrafter(target, module, EagleOptions(tree="chain")).head
+    head.cache = target.new_cache(1, 40, 1, head.layer)
+    states, tokens = torch.randn(1, 12, target.hidden_size, device=CUDA), torch.tensor([prompt(12)], device=CUDA)
+    trained = module(states, target.embed(tokens), torch.arange(12, device=CUDA)[None])
+    for start, stop in ((0, 6), (6, 9), (9, 12)):
+        found = head.extend(states[:, start:stop], tokens[:, start:stop])
+        head.cache.commit_first([stop - start])
+        torch.testing.assert_close(found, trained[:, start:stop], atol=1e-4, rtol=1e-4)
+    assert len(head.part.captured) == 1 and isinstance(head.part.layers[0].layer, StockLayer)
+
+
+def test_a_head_without_graphs_leaves_the_targets(gpu: SimulatedCuda, caplog: Any, monkeypatch: Any) -> None:
+    """Catches a target that decodes without graphs because a head's layers cannot be captured."""
+    target = on_gpu()
+    drafter = eagle(target, None, "static")
+    expected = decoded(target, drafter)
+    again = on_gpu()
+    head, captured = eagle(again, None, "static"), GraphRunner._graph_of
+
+    def graph_of(self: GraphRunner, forward: Any, *rest: Any) -> Any:
+        if forward.__self__.part is head.head.part:
+            raise RuntimeError("no kernel")
+        return captured(self, forward, *rest)
+
+    monkeypatch.setattr(GraphRunner, "_graph_of", graph_of)
+    before = gpu.count("replay")
+    with caplog.at_level(logging.WARNING, "drafters"):
+        assert decoded(again, head) == expected
+    assert gpu.count("replay") > before and head.head.part.uncaptured == "no CUDA graph could be captured: no kernel"
+    assert caplog.text.count("some layers run without graphs") == 1
 
 
 def test_a_cache_that_is_large_enough_is_used_again(gpu: SimulatedCuda) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from drafters import TargetModel, generate, load_frozen_ends, make_drafter
 from drafters.model import loading
 from drafters.model.cache import KVCache, cache_bytes, config_shapes
-from drafters.model.graphs import GraphRunner, differs_from_layers
+from drafters.model.graphs import Captured, GraphRunner, differs_from_layers
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
 READERS: dict[str, Callable[[str], object]] = {
@@ -127,15 +127,19 @@ def test_graphs_that_give_something_else_are_not_used(monkeypatch: pytest.Monkey
     def stale(self: GraphRunner, *arguments: Any, **options: Any) -> Any:
         key = arguments[1][0].shape[1]
         kept, found = self.__dict__.setdefault("kept", {}), run(self, *arguments, **options)
-        return kept.setdefault(key, found) if self.broken is None else found
+        return kept.setdefault(key, found)
 
     monkeypatch.setattr(GraphRunner, "run", stale)
     assert "captured trial" in (differs_from_layers(target, GraphRunner(target.model)) or "")
     with pytest.raises(ValueError, match="engine 'graphs' cannot run .* captured trial"):
         TargetModel(tiny.build("llama"), engine="graphs")
-    broken = GraphRunner(target.model)
-    broken.broken = "no capturing here"
-    assert differs_from_layers(target, broken) == "no capturing here"
+    monkeypatch.undo()
+
+    def refused(self: GraphRunner, captured: Captured, device: torch.device) -> None:
+        captured.part.uncaptured = "no capturing here"
+
+    monkeypatch.setattr(GraphRunner, "_capture", refused)
+    assert differs_from_layers(target, GraphRunner(target.model)) == "no capturing here"
 
 
 def change(folder: str, tensors: Callable[[Tensors], object] | None = None, **config: Any) -> None:

@@ -130,8 +130,8 @@ class DraftModelTask(Task):
         ``captured``: whether its forwards may be captured on a GPU, which takes longer than one step's few texts.
         """
         model = with_weights(self.config, weights).merged().to(device, dtype)
-        fused = not captured and all(why_not(layer, model.config) is None for layer in model.model.layers)
-        return TargetModel(model, name=str(self.config.out), engine="fused" if fused else None)
+        fused = all(why_not(layer, model.config) is None for layer in model.model.layers)
+        return TargetModel(model, name=str(self.config.out), engine=None if captured else "fused" if fused else "stock")
 
     def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
         export(self.config, weights, {"target": target.model_dump(), "training": training})

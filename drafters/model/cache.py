@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,15 +26,21 @@ Shape = tuple[int, int, int]  # of a layer: key heads, the width of a key, the w
 
 @dataclass(eq=False)
 class Storage:
-    """Keys and values ``[layers, batch, kv_heads, capacity, head_dim]`` that captured forwards are bound to."""
+    """Keys and values that captured forwards are bound to.
 
-    keys: Tensor
-    values: Tensor
+    ``parts``: keys and values ``[layers, batch, kv_heads, capacity, width]`` of successive layers of one shape.
+    """
+
+    parts: list[tuple[Tensor, ...]]
+
+    def __post_init__(self) -> None:
+        self.keys: list[Tensor] = [layer for keys, _ in self.parts for layer in keys]
+        self.values: list[Tensor] = [layer for _, values in self.parts for layer in values]
 
     @property
     def capacity(self) -> int:
         """Slots of each sequence."""
-        return self.keys.shape[3]
+        return self.keys[0].shape[2]
 
 
 @dataclass
@@ -44,13 +51,16 @@ class StorageRows:
     storage: Storage
     slots: Tensor
     seen: int
+    lengths: ClassVar[list[int]] = []  # on the device only; models are given positions
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write ``[B, kv_heads, R, head_dim]`` to ``slots``; return the first ``seen`` slots."""
-        index = self.slots[:, None, :, None].expand_as(keys)
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``[B, kv_heads, R, width]`` to ``slots``; return the first ``seen`` slots."""
+        index = self.slots[:, None, :, None]
         all_keys, all_values = self.storage.keys[layer], self.storage.values[layer]
-        all_keys.scatter_(2, index, keys)
-        all_values.scatter_(2, index, values)
+        all_keys.scatter_(2, index.expand_as(keys), keys)
+        all_values.scatter_(2, index.expand_as(values), values)
         return all_keys[:, :, : self.seen], all_values[:, :, : self.seen]
 
 
@@ -99,14 +109,14 @@ class KVCache:
         if storage is None:
             runs = [(kind, len(list(run))) for kind, run in itertools.groupby(zip(shapes, devices, strict=True))]
             # Zeros, not empty: slots beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
-            self._parts = [
+            self._parts: list[tuple[Tensor, ...]] = [
                 tuple(torch.zeros(n, batch, heads, capacity, width, dtype=dtype, device=at) for width in widths)
                 for ((heads, *widths), at), n in runs
             ]
         else:
-            self._parts = [(storage.keys, storage.values)]
-        self.keys: list[Tensor] = [layer for keys, _ in self._parts for layer in keys]
-        self.values: list[Tensor] = [layer for _, values in self._parts for layer in values]
+            self._parts = storage.parts
+        whole = storage or Storage(self._parts)
+        self.keys, self.values = whole.keys, whole.values
         self.lengths, self.dropped, self.positions = [0] * batch, [0] * batch, capacity
         self.ends = torch.zeros(batch, dtype=torch.long)
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
@@ -221,10 +231,11 @@ class CachePool:
         storage = min(fitting, key=lambda one: one.capacity, default=None)
         if storage is None:
             with torch.inference_mode(False):
-                storage = Storage(*KVCache(shapes, batch, capacity, dtype, device)._parts[0])
+                storage = Storage(KVCache(shapes, batch, capacity, dtype, device)._parts)
         else:
             free.remove(storage)
-            storage.keys.zero_(), storage.values.zero_()
+            for keys, values in storage.parts:
+                keys.zero_(), values.zero_()
         cache = KVCache(shapes, batch, storage.capacity, dtype, device, storage)
         returned = weakref.finalize(cache, free.append, storage)
         returned.atexit = False

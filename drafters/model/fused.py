@@ -20,7 +20,7 @@ from drafters.config import Quantization
 from drafters.model import backend
 from drafters.model.cache import KVCache, StorageRows
 from drafters.model.linear import Product
-from drafters.model.loading import is_only_moved
+from drafters.model.loading import has_hooks
 from drafters.model.rows import Angles
 
 # Families whose layers are exactly norm, attention, norm, MLP with RoPE over whole heads.
@@ -37,9 +37,7 @@ def why_not(layer: nn.Module, config: PretrainedConfig) -> str | None:
         return f"model_type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
     if config._attn_implementation != "sdpa":
         return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'"
-    if any(
-        module._forward_hooks or module._forward_pre_hooks or not is_only_moved(module) for module in layer.modules()
-    ):
+    if has_hooks(layer):
         return "hooks are set on its layers"
     attention: Any = layer.self_attn
     linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]

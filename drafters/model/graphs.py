@@ -1,27 +1,32 @@
 """Forwards of fixed shapes on buffers that never move, captured as CUDA graphs: one launch in place of hundreds.
 
-What changes from step to step (lengths, tokens, who sees whom) is in small device buffers that are filled before a
-replay; positions, slots and the attention bias are worked out from them inside the graph. Rows are padded to a few
-counts and the keys read to a few lengths, and every combination in use is captured once, when it is first met. On a CPU
-nothing is captured and the same code is simply run: that is how it is tested without a GPU.
+A forward is that of fused layers or of a learned head, or a model's own over a static cache. What changes from step to
+step (lengths, tokens, who sees whom) is in small device buffers that are filled before a replay; positions, slots and
+masks are computed from them inside the graph. New tokens are padded to a few counts, and the keys read to a few
+lengths. Each combination is captured once, when it is first met. On a CPU nothing is captured and the same code is run:
+that is how it is tested without a GPU.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage, StorageRows
-from drafters.model.check import most_allowed, off
+from drafters.model.check import FAILURES, first_line, most_allowed, off
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
 from drafters.model.runner import Part, Runner, Taps, attention_kernels
+from drafters.model.stock import ModelPart, StockRunner
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -53,17 +58,18 @@ class Captured:
     It keeps what the graph references by address. Not the cache: its memory is reused when it is gone.
 
     Attributes:
-        inputs: buffers of the part's inputs. table: table of RoPE's angles.
+        inputs: buffers of the part's inputs. table: table of RoPE's angles; None for a model's own forward.
         outputs: hidden states and taps of the last run, overwritten by the next.
         replay: function that runs it again; None before it was captured.
         refused: True if there was no room to capture it.
     """
 
+    runner: Runner
     part: Part
     rows: BufferedRows
     inputs: list[Tensor]
     storage: Storage
-    table: Angles
+    table: Angles | None
     taps: tuple[int, ...]
     outputs: tuple[Tensor, Taps] | None = None
     replay: Callable[[], None] | None = None
@@ -77,30 +83,22 @@ class Captured:
 
     def forward(self) -> None:
         """The operations that are captured; every input is a buffer, every shape is fixed."""
-        part, rows, (cos, sin) = self.part, self.rows, self.table
-        positions = rows.positions()
-        biases = rows.biases(positions, part.scopes, part.groups, self.storage.keys.dtype)
-        places = positions + rows.dropped[:, None]
-        cache, angles = StorageRows(self.storage, rows.slots(), rows.end), (cos[places], sin[places])
-        self.outputs = part.through(part.enter(*self.inputs), angles, {**biases}, cache, self.taps)
+        cache = StorageRows(self.storage, self.rows.slots(), self.rows.end)
+        self.outputs = self.runner.operations(self.part, self.inputs, cache, self.rows, self.taps)
 
 
 class GraphRunner(Runner):
-    """The engine "graphs": the fused layers, captured, and the caches that captured forwards are bound to.
-
-    Attributes:
-        broken: why nothing is captured any more, None while all is well.
-    """
+    """The engine "graphs": the fused layers, captured, and the caches that captured forwards are bound to."""
 
     engine: Engine = "graphs"
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
         self._caches = CachePool(MOST_ROWS)
         self._parts: WeakSet[Part] = WeakSet()  # parts with a captured graph
         self._pool: Any = None
         self._streams: tuple[Any, Any] | None = None  # for warming up, and for capturing
-        self.broken: str | None = None
+        self.on_trial = True  # while loading, which reports what fails
 
     def new_cache(self, *shape: Any) -> KVCache:
         """As ``Runner.new_cache``, from the pool."""
@@ -126,26 +124,27 @@ class GraphRunner(Runner):
     ) -> tuple[Tensor, Taps]:
         # A graph is for few tokens that follow others in a cache made for it.
         fits = padded_rows_fit(rows.count, rows.offset) and rows.end > rows.count
-        if self.broken is not None or cache is None or cache.storage is None or not fits:
+        if part.uncaptured is not None or cache is None or cache.storage is None or not fits:
             return super()._run(part, inputs, cache, rows, taps)
         # The shape: tokens and cache length, padded to the few that are captured.
         count, batch = padded_rows(rows.count), len(rows.lengths)
         uncommitted = padded_rows(rows.offset + count)
         seen = seen_rows(rows.end - rows.count + count, cache.capacity)
-        table = (part.rope or self.rope).table(cache.positions + MOST_ROWS)
-        key = (cache.storage, count, uncommitted, seen, len(table[0]), taps, *(x.dtype for x in inputs))
+        table = None if isinstance(part, ModelPart) else (part.rope or self.rope).table(cache.positions + MOST_ROWS)
+        angles = 0 if table is None else len(table[0])
+        key = (cache.storage, count, uncommitted, seen, angles, taps, *(x.dtype for x in inputs))
         captured = part.captured.get(key)
         if captured is None:  # its first time: buffers that never move, which outlive this call's inference mode
             with torch.inference_mode(False):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
                 fed = [x.new_zeros(batch, count, *x.shape[2:]) for x in inputs]
-                captured = Captured(part, buffers, fed, cache.storage, table, taps)
+                captured = Captured(self, part, buffers, fed, cache.storage, table, taps)
             part.captured[key] = captured
             self._parts.add(part)
         # Fill, capture on the first time, replay. The next replay overwrites its output, so the output is copied.
         captured.fill(inputs, rows)
         if captured.replay is None and not captured.refused:
-            captured.replay = self._capture(captured.forward, rows.device)
+            captured.replay = self._capture(captured, rows.device)
         if captured.replay is None:
             captured.refused = True
             return super()._run(part, inputs, cache, rows, taps)
@@ -155,25 +154,28 @@ class GraphRunner(Runner):
         copies = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
         return hidden[:, : rows.count].clone(), copies
 
-    def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
-        """Capture ``forward``; returns what replays it. If that fails, None, and no forward is captured from now on;
-        where memory alone is short, this one is not.
+    def _capture(self, captured: Captured, device: torch.device) -> Callable[[], None] | None:
+        """Capture a forward; returns what replays it. If that fails, None, and no forward of its part is captured from
+        now on; where memory alone is short, this one is not.
         """
         if device.type != "cuda":
-            return forward
+            return captured.forward
         for again in (False, True):
             try:
                 # Streams and graphs are the current device's; a capture that fails at its end leaves its stream behind.
                 now = torch.cuda.current_stream(device)
                 with torch.cuda.device(device), torch.cuda.stream(now), attention_kernels(device):
-                    return self._graph_of(forward, device)
+                    return self._graph_of(captured.forward, device)
             except torch.OutOfMemoryError as error:
                 if again:
-                    reason = str(error).splitlines()[0]
-                    logging.getLogger(__name__).warning("a forward is run without a graph: %s", reason)
-            except RuntimeError as error:
-                self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
-                logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
+                    logging.getLogger(__name__).warning("a forward is run without a graph: %s", first_line(error))
+            except FAILURES as error:
+                reason = f"no CUDA graph could be captured: {first_line(error)}"
+                captured.part.uncaptured = reason
+                with suppress(RuntimeError, TypeError):  # raised unless a capture has failed and is still under way
+                    torch._C._cuda_endAllocateToPool(device.index or 0, self._pool)
+                if not self.on_trial:
+                    logging.getLogger(__name__).warning("some layers run without graphs: %s", reason)
                 return None
             self.free()
         return None
@@ -187,9 +189,12 @@ class GraphRunner(Runner):
         # Warm up, on a side stream: libraries set themselves up in the first calls, which a graph may not hold.
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(2):
+            forward()
+            with synchronising() as found:
                 forward()
         torch.cuda.current_stream(device).wait_stream(side)
+        if found:
+            raise RuntimeError(f"its forward waits for the GPU in {found[0]}")
         # Capture. All graphs share one memory pool, for only one of them runs at a time.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -201,9 +206,36 @@ class GraphRunner(Runner):
         return replay
 
 
+@contextmanager
+def synchronising() -> Iterator[list[str]]:
+    """Collect the places where operations of this thread synchronise.
+
+    No graph can hold them. They are found before the capture, because torch's allocator does not end a capture that
+    fails: afterwards ``torch.cuda.empty_cache`` raises an internal error.
+    """
+    found, thread, before = list[str](), threading.get_ident(), torch.cuda.get_sync_debug_mode()
+
+    def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if threading.get_ident() == thread and "called a synchronizing" in str(message):  # not the mode's own notice
+            found.append(f"{Path(filename).name}, line {lineno}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+class StockGraphRunner(GraphRunner, StockRunner):
+    """The engine "graphs" for a model that runs on its own forward, which is then captured whole."""
+
+
 @torch.no_grad()
 def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | None:
-    """Return how captured forwards differ from the fused layers, or what went wrong; None if nothing did.
+    """Return how captured forwards differ from the target's uncaptured ones, or what went wrong; None if nothing did.
 
     A trial at every load, because drivers and libraries differ. After two prompts of unequal length come a chain and a
     tree, twice each, so that graphs are replayed with other values than they were captured with.
@@ -211,7 +243,7 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
     tokens = torch.arange(1, 10, device=target.device).expand(2, -1) % target.vocab_size
     see = torch.eye(5, dtype=torch.bool, device=target.device)[None].repeat(2, 1, 1)
     see[:, :, 0] = see[:, 4, 2] = True  # a root, its three children, and a grandchild
-    whole = Part(target.part(0, None).layers, target.embed, target.norm)
+    whole = replace(target.part(0, None), captured={})
     runners, most = (target.runner, graphs), 0.0
     try:
         caches = [one.new_cache(one.shapes(), 2, 32, target.dtype, target.device) for one in runners]
@@ -227,9 +259,9 @@ def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | Non
                 most = max(most, off(ours, theirs).median().item())
                 for cache in caches:
                     cache.commit(accepted)
-    except RuntimeError as failure:
-        return str(failure).splitlines()[0]
+    except FAILURES as failure:
+        return first_line(failure)
     finally:
         whole.captured.clear()  # it references ``whole``: a cycle would keep its graphs until the next collection
     differs = most > most_allowed(target, tokens, most)
-    return graphs.broken or (f"in a captured trial features are off by {most:.2g}" if differs else None)
+    return whole.uncaptured or (f"in a captured trial features are off by {most:.2g}" if differs else None)

@@ -192,6 +192,11 @@ def is_only_moved(module: nn.Module) -> bool:
     return all(type(one).__name__ == "AlignDevicesHook" and not one.offload for one in hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module or one of its parts has hooks, beside those that only move inputs."""
+    return any(part._forward_hooks or part._forward_pre_hooks or not is_only_moved(part) for part in module.modules())
+
+
 def adapter_config(name: str, revision: str | None = None) -> dict[str, Any] | None:
     """The adapter's configuration in a folder or Hub repository; None where there is no adapter.
 

@@ -69,6 +69,7 @@ class Placed:
     Attributes:
         see, depths, offset: fields of ``rows``; the depths of a chain, too.
         uniform: True if all sequences have the same length; then nothing is copied to the device, or waited for.
+        is_prompt: True for a chain with nothing before it.
         end: tokens of the longest sequence, the new ones included.
     """
 
@@ -80,6 +81,7 @@ class Placed:
         self.depths = torch.arange(rows.offset + count, device=device)[None] if depths is None else depths
         self.lengths, self.count, self.device = lengths, count, device
         self.uniform = lengths.count(lengths[0]) == len(lengths)
+        self.is_prompt = rows is CHAIN and not any(lengths)
         self.end = max(lengths) + self.offset + count
 
     def positions(self) -> Tensor:
@@ -151,12 +153,13 @@ class Rope:
         self._rotary, self._form, self._like = rotary, form, like
         self._table: Angles | None = None
 
-    def __call__(self, rows: Placed) -> Angles:
+    def __call__(self, rows: "Placed | BufferedRows") -> Angles:
         """``[B, R, ...]`` at the tokens' positions."""
         positions = rows.text_positions()
         if self.by_length:
             return self._form(self._rotary(self._like, position_ids=positions))
-        cos, sin = self.table(rows.end + max(rows.dropped or [0]))
+        dropped = rows.dropped if isinstance(rows, Placed) else None  # the table of a captured forward is long enough
+        cos, sin = self.table(rows.end + max(dropped or [0]))
         return cos[positions], sin[positions]
 
     def table(self, upto: int) -> Angles:
@@ -173,7 +176,7 @@ class Rope:
 
 class BufferedRows:
     """R tokens (padded) over T uncommitted ones, in buffers that never move: filled before a captured forward is
-    replayed, and read inside of it.
+    replayed, and read inside of it. Its methods are those of ``Placed``.
 
     Attributes:
         lengths, offset: numbers of committed tokens ``[B]``, and of uncommitted tokens before the new ones ``[]``.
@@ -181,6 +184,8 @@ class BufferedRows:
         depths: ``[B, T]`` depths of the uncommitted tokens. see: ``[B, R, T]`` which of them each new token sees.
         end: cache slots that attention reads.
     """
+
+    is_prompt = False
 
     def __init__(self, batch: int, count: int, uncommitted: int, end: int, device: torch.device) -> None:
         self.count, self.end, self.device = count, end, device
@@ -222,17 +227,20 @@ class BufferedRows:
         indices = (self.offset + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
         return self.lengths[:, None] + self.depths[:, indices]
 
-    def biases(
-        self, positions: Tensor, scopes: frozenset[Scope], groups: int, dtype: torch.dtype
-    ) -> dict[Scope, Tensor]:
-        """Each scope's bias ``[B, 1, groups * R, end]``."""
-        every, biases = visible(self.lengths, self.see, self.end), {}
-        for scope in scopes:
-            mask = every
-            if scope != EVERYTHING:
-                mask = every & scope.of(positions, key_positions(self.lengths, self.depths, self.end))
-            biases[scope] = additive(mask[:, None], groups, dtype, float("-inf"))
-        return biases
+    def text_positions(self) -> Tensor:
+        """``[B, R]`` in the text; the cache may have dropped its first tokens."""
+        return self.positions() + self.dropped[:, None]
+
+    def mask(self, scope: Scope = EVERYTHING, always: bool = True) -> Tensor:
+        """Bool ``[B, 1, R, end]``; never None, because lengths are not known on the host."""
+        mask = visible(self.lengths, self.see, self.end)
+        if scope != EVERYTHING:
+            mask = mask & scope.of(self.positions(), key_positions(self.lengths, self.depths, self.end))
+        return mask[:, None]
+
+    def bias(self, scope: Scope, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor:
+        """``mask`` as values to add to the scores: ``[B, 1, groups * R, end]``."""
+        return additive(self.mask(scope), groups, dtype, float("-inf"))
 
 
 def visible(lengths: Tensor, see: Tensor, end: int) -> Tensor:

@@ -20,10 +20,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine
 from drafters.model import backend
-from drafters.model.cache import KVCache, Shape, config_shapes
+from drafters.model.cache import KVCache, Shape, StorageRows, config_shapes
 from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not
 from drafters.model.linear import Product
-from drafters.model.rows import CHAIN, EVERYTHING, Placed, Rope, Rows, Scope, additive
+from drafters.model.rows import CHAIN, EVERYTHING, BufferedRows, Placed, Rope, Rows, Scope, additive
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -68,7 +68,7 @@ class Part:
         scopes: scopes of its layers. groups: query heads per key head, for the bias's shape.
         few_rows: number of new tokens that need no bias to be causal, for sequences of any length (``FusedAttention``).
         rope: RoPE of its layers; None: the target's.
-        captured: captured forwards of fixed shape.
+        captured: captured forwards of fixed shape. uncaptured: why none can be captured; None while they can.
         joined: layers by taps, as ``backend.join_layers`` returns them; cleared when a layer is quantised.
     """
 
@@ -77,6 +77,7 @@ class Part:
     leave: Transform = identity
     rope: Rope | None = None
     captured: dict[Any, Any] = field(default_factory=dict)
+    uncaptured: str | None = None
     joined: dict[tuple[int, ...], Sequence[PartLayer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -243,6 +244,21 @@ class Runner:
     ) -> tuple[Tensor, Taps]:
         if cache is not None:
             cache.at(rows.count, rows.offset)
+        with attention_kernels(rows.device):
+            hidden, collected = self.operations(part, inputs, cache, rows, taps)
+        if hidden.device != rows.device:  # output on the input's device
+            hidden = hidden.to(rows.device)
+        return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
+
+    def operations(
+        self,
+        part: Part,
+        inputs: Sequence[Tensor],
+        cache: KVCache | StorageRows | None,
+        rows: Placed | BufferedRows,
+        taps: tuple[int, ...],
+    ) -> tuple[Tensor, Taps]:
+        """Run a part over a cache directed at the new tokens' slots. With buffers, it can be captured."""
         hidden = part.enter(*inputs)
         angles: tuple[Tensor, ...] = (part.rope or self.rope)(rows)
         masks: dict[Scope, Tensor | None]
@@ -252,13 +268,9 @@ class Runner:
         else:
             causal = cache is not None and rows.count <= part.few_rows
             masks = {scope: rows.bias(scope, part.groups, hidden.dtype, causal) for scope in part.scopes}
-        with attention_kernels(rows.device):
-            hidden, collected = part.through(hidden, angles, masks, cache, taps)
-        if hidden.device != rows.device:  # output on the input's device
-            hidden = hidden.to(rows.device)
-        return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
+        return part.through(hidden, angles, masks, cache, taps)
 
-    def _mask(self, rows: Placed, scope: Scope, dtype: torch.dtype, always: bool) -> Tensor | None:
+    def _mask(self, rows: Placed | BufferedRows, scope: Scope, dtype: torch.dtype, always: bool) -> Tensor | None:
         """The mask of a layer of transformers': added under eager attention, which takes no other."""
         mask = rows.mask(scope, always)
         return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask

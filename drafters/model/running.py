@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from drafters.model.cache import KVCache, Shape
+from drafters.model.cache import KVCache, Shape, StorageRows
 from drafters.model.runner import model_time
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def joined(parts: list[tuple[list[int], LayerState]], batch: int) -> LayerState:
 class LayerCache(Cache):
     """A ``KVCache`` as transformers' layers see it in one forward; ``layers``: states of those that have one."""
 
-    def __init__(self, cache: KVCache, layers: list[Any] | None = None) -> None:
+    def __init__(self, cache: KVCache | StorageRows, layers: list[Any] | None = None) -> None:
         super().__init__(layers=layers or [])
         self.rows = cache
 

@@ -6,9 +6,10 @@ scaled embeddings, capped logits, norms in any order, sinks, latent attention an
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,12 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from drafters.config import Engine
-from drafters.model.cache import KVCache, Shape
+from drafters.model.cache import KVCache, Shape, StorageRows
 from drafters.model.mixers import Mixer, cache_argument, probe
-from drafters.model.rows import CHAIN, Placed, Rows, Scope
-from drafters.model.runner import Runner, Taps, Transform, attention_kernels, identity, model_time
+from drafters.model.rows import BufferedRows, Placed, Scope
+from drafters.model.runner import Part, PartLayer, Runner, Taps, Transform, identity
 from drafters.model.running import CHAINS_ONLY, LayerCache, RunningCache
 from drafters.model.variants import StandIn, variant
-
-if TYPE_CHECKING:
-    from drafters.model.target import TargetModel
 
 # Layers that cannot verify a draft, and why.
 WITHOUT_ROWS = {
@@ -76,6 +74,18 @@ def scopes(config: PretrainedConfig) -> dict[str, Scope | None]:
         if kind not in known:
             raise ValueError(f"its layers of type {kind} {WITHOUT_ROWS.get(kind, 'are not known to take a tree')}")
     return {kind: known[kind] for kind in dict.fromkeys(types)}
+
+
+@dataclass(eq=False)
+class ModelPart(Part):
+    """The model's own forward through its layers ``start..stop``; with ``stop``, without the final norm."""
+
+    layers: list[PartLayer] = field(default_factory=list)
+    start: int = 0
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing to derive: the model makes its own of masks and positions."""
 
 
 class StockRunner(Runner):
@@ -132,47 +142,41 @@ class StockRunner(Runner):
                 self._shapes[index] = (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
         return self._shapes
 
-    def forward(
+    def operations(
         self,
-        target: "TargetModel",
-        inputs: Tensor,
-        cache: KVCache | None,
-        rows: Rows = CHAIN,
-        taps: tuple[int, ...] = (),
-        start: int = 0,
-        stop: int | None = None,
+        part: Part,
+        inputs: Sequence[Tensor],
+        cache: KVCache | StorageRows | None,
+        rows: Placed | BufferedRows,
+        taps: tuple[int, ...],
     ) -> tuple[Tensor, Taps]:
-        """Run the model itself over the new tokens."""
-        batch, count = inputs.shape[:2]
-        lengths = cache.lengths if cache is not None else [0] * batch
-        placed = Placed(rows, lengths, count, inputs.device)
+        """Run the model itself over the new tokens, or a learned head's part."""
+        if not isinstance(part, ModelPart):
+            return super().operations(part, inputs, cache, rows, taps)
+        (given,) = inputs
         if self.mixers:
             self._check_running(cache, rows)
-        if cache is not None:
-            cache.at(count, rows.offset)
         # A draft model may be given ids of its target that it does not have.
-        ids = inputs.dim() == 2
-        named: dict[str, Any] = {"input_ids": inputs.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": inputs}
-        own_mask = rows is CHAIN and not any(lengths)  # the model's own causal mask needs no memory
-        if not own_mask:
+        ids = given.dim() == 2
+        named: dict[str, Any] = {"input_ids": given.clamp_max(self._vocab - 1)} if ids else {"inputs_embeds": given}
+        if not rows.is_prompt:  # the model's own causal mask needs no memory
             scopes = {kind: scope for kind, scope in self.scopes.items() if scope is not None}
-            masks = {kind: self._mask(placed, scope, self.model.dtype, True) for kind, scope in scopes.items()}
+            masks = {kind: self._mask(rows, scope, self.model.dtype, True) for kind, scope in scopes.items()}
             # One mask, or one for each type of layer. Of one mask, transformers passes nothing to layers with a state.
             named["attention_mask"] = masks.get("", masks) if not self.mixers else next(iter(masks.values()), None)
-        if self._cache_name != "cache_params" and (cache is not None or not own_mask):  # Mamba has no positions
-            named["position_ids"] = placed.positions().clamp_max(self._last_position)
+        if self._cache_name != "cache_params" and (cache is not None or not rows.is_prompt):  # Mamba has no positions
+            named["position_ids"] = rows.positions().clamp_max(self._last_position)
         if cache is not None:
             named[self._cache_name] = cache.for_layers() if isinstance(cache, RunningCache) else LayerCache(cache)
         named["use_cache"] = cache is not None and not self.mixers  # MiniMax would ask for a cache of its own class
-        states = self._noted.states = {start: inputs} if start else {}
+        states = self._noted.states = {part.start: given} if part.start else {}
         try:
-            with model_time(), attention_kernels(inputs.device):
-                hidden = self._between(start, stop, taps)(**named).last_hidden_state
+            hidden = self._between(part.start, part.stop, taps)(**named).last_hidden_state
         finally:
             self._noted.states = {}
-        return hidden.to(inputs.device), {tap: states[tap].to(inputs.device) for tap in taps}
+        return hidden, {tap: states[tap] for tap in taps}
 
-    def _check_running(self, cache: KVCache | None, rows: Rows) -> None:
+    def _check_running(self, cache: Any, rows: Placed | BufferedRows) -> None:
         name = self.model.name_or_path or type(self.model).__name__
         if rows.see is not None:
             raise ValueError(f"{name} {CHAINS_ONLY}; draft a chain")

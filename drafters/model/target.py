@@ -1,7 +1,7 @@
 """TargetModel: a Hugging Face causal LM run whole or by layer range, over rows of a tree, with one KV cache.
 
 Draft models are TargetModels too. The weights are transformers' own. The engine "stock" calls the model itself; "fused"
-and "graphs" run layers rewritten for decoding. Loading checks once that what runs here is the model.
+runs layers rewritten for decoding; "graphs" captures either. Loading checks once that what runs here is the model.
 """
 
 import logging
@@ -21,14 +21,14 @@ from drafters.model.check import check_target
 from drafters.model.files import rope_depends_on_length, sliding_windows
 from drafters.model.fingerprint import of_model
 from drafters.model.fused import FusedLayer, FusedNorm, why_not
-from drafters.model.graphs import GraphRunner, differs_from_layers
+from drafters.model.graphs import GraphRunner, StockGraphRunner, differs_from_layers
 from drafters.model.linear import Product
-from drafters.model.loading import DeviceMap, layer_devices, load_model
+from drafters.model.loading import DeviceMap, has_hooks, layer_devices, load_model
 from drafters.model.quantised import quantisation, unpack
 from drafters.model.rows import CHAIN, Rows, Scope
 from drafters.model.runner import Part, PartLayer, Runner, identity, model_time
 from drafters.model.running import RunningCache
-from drafters.model.stock import StockRunner, body_of, decoder_layers, logit_change, scopes
+from drafters.model.stock import ModelPart, StockRunner, body_of, decoder_layers, logit_change, scopes
 
 
 @dataclass
@@ -53,10 +53,10 @@ class TargetModel:
         model: a transformers causal LM; it is put into eval mode and frozen.
         name: name in checkpoints and messages; by default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
-        engine: "fused" runs layers rewritten for decoding, "graphs" the same on fixed shapes, captured as CUDA graphs,
-            "stock" the model's own forward. None takes the first of graphs (on CUDA), fused and stock that runs the
-            model right. All the same up to rounding; but only "stock" calls the model's modules (and hooks set on them
-            later), and on a CPU the others copy the weights, which must not change any more.
+        engine: "fused" runs layers rewritten for decoding, "stock" the model's own forward, "graphs" one of them on
+            fixed shapes, captured as CUDA graphs. None takes fused layers if the model has them, else stock, and on
+            CUDA captures them. All the same up to rounding; but only "stock" calls hooks set on the model's modules
+            later, and on a CPU fused layers copy the weights, which must not change any more.
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
@@ -138,7 +138,7 @@ class TargetModel:
 
     def _quantize(self, kind: Quantization) -> None:
         self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
-        if self.engine == "stock":
+        if not self.layers:
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'stock'")
         for fused, layer in zip(self.layers, self._stock_layers, strict=True):
             fused.quantize(layer, kind)
@@ -309,12 +309,14 @@ class TargetModel:
     def part(self, start: int, stop: int | None) -> Part:
         """Layers ``start..stop``; from the embedding if there is no layer before, through the norm if none follows."""
         part = self._parts.get((start, stop))
-        if part is None:
+        if part is None and not self.runner.rewrites:
+            part = ModelPart(start=start, stop=stop)
+        elif part is None:
             enter, leave = self.embed if start == 0 else identity, self._leave if stop is None else identity
             devices: Sequence[torch.device | None] = self._devices or [None] * self.num_layers
             layers = map(PartLayer, self.layers, range(self.num_layers), map(Scope, self.windows), devices)
             part = Part(list(layers)[start:stop], enter, leave)
-            self._parts[start, stop] = part
+        self._parts[start, stop] = part
         return part
 
     def _leave(self, hidden: Tensor) -> Tensor:
@@ -323,24 +325,34 @@ class TargetModel:
     def _captured(self, engine: Engine | None) -> Runner:
         """Return a runner that captures graphs if it was asked for, or on a GPU if it passes the trial; else the
         present one."""
-        asked = engine == "graphs"
-        if not self.layers or not asked and (engine is not None or self.device.type != "cuda"):
-            return self.runner
-        reason: str | None
-        if self.runner.rope.by_length:
-            reason = "its RoPE changes with the length"
-        elif self._devices is not None:
-            reason = "it spans several devices"
-        else:
-            trial = GraphRunner(self.model)
-            reason = differs_from_layers(self, trial)
+        asked, present = engine == "graphs", self.runner
+        scopes = present.scopes if isinstance(present, StockRunner) else None
+        if scopes == {} or not asked and (engine is not None or self.device.type != "cuda"):
+            return present
+        reason = self._why_uncaptured()
+        if reason is None:
+            runner = GraphRunner(self.model) if scopes is None else StockGraphRunner(self.model, scopes)
+            reason = differs_from_layers(self, runner)
             if reason is None:
-                trial.free()  # the trial's caches are no use to anybody
-                return trial
-            if asked:
-                raise ValueError(f"engine 'graphs' cannot run {self.name}: {reason}; use engine 'fused', or none")
+                runner.free()  # no later cache uses the trial's
+                runner.on_trial = False
+                return runner
+        if asked:
+            raise ValueError(
+                f"engine 'graphs' cannot run {self.name}: {reason}; use engine {present.engine!r}, or none"
+            )
         logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
-        return self.runner
+        return present
+
+    def _why_uncaptured(self) -> str | None:
+        """Return why no trial is needed to know that nothing can be captured; None if it may."""
+        if rope_depends_on_length(self.config):
+            return "its RoPE changes with the length"
+        if self._devices is not None:
+            return "it spans several devices"
+        if not self.layers and has_hooks(self.model):
+            return "hooks are set on its modules, and no replay calls them"
+        return "some of its layers keep a running state" if self.chains_only else None
 
 
 def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capture_only: bool) -> Runner:
@@ -357,8 +369,8 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
             reasons.insert(0, f"its weights are quantised ({method})")
         if not reasons:
             return Runner(model)
-        if engine is not None:
-            raise ValueError(f"engine {engine!r} cannot run {name}: {reasons[0]}; use engine 'stock', or none")
+        if engine == "fused":
+            raise ValueError(f"engine 'fused' cannot run {name}: {reasons[0]}; use engine 'stock', or none")
         logging.getLogger(__name__).warning("%s runs on its own forward, more slowly: %s", name, reasons[0])
     try:
         return StockRunner(model, scopes(model.config))

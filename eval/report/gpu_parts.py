@@ -154,6 +154,10 @@ GOALS = [
          lambda f: max(f["blocks"]["apart"]), 0.02, False, "{:.4f}"),
     Goal("exact", "time of DFlash's attention by matrix products over flex_attention",
          lambda f: f["blocks"]["products"]["seconds"] / f["blocks"]["flex"]["seconds"], 2.0),
+    Goal("exact", "families not captured with their own forward, or with other tokens",
+         lambda f: len(f["own"]["wrong"]), 0, False, _WHOLE),
+    Goal("exact", "plain decoding with GLM-4-9B's own layers, captured over uncaptured",
+         lambda f: f["own"]["tokens_per_second"]["graphs"] / f["own"]["tokens_per_second"]["stock"], 2.5),
     Goal("learned-features", "tokens of SmolLM2's answers in the store", lambda f: f["tokens"], form=_MANY),
     *(Goal(f"learned-{name}", f"{name}'s positions in 100 s", lambda f: f["tokens"], form=_MANY)
       for name in LEARNED),

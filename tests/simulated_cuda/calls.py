@@ -167,3 +167,12 @@ def bmm(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any
     """With ``out_dtype``, which no CPU has."""
     wide = kwargs.pop("out_dtype", None)
     return torch.ops.aten.bmm(*args) if wide is None else torch.ops.aten.bmm(*(x.to(wide) for x in args))
+
+
+@_answers(torch.histc)
+def histc(gpu: SimulatedCuda, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of integers, too, which no CPU counts."""
+    value, *rest = args
+    rest += [kwargs[name] for name in ("bins", "min", "max") if name in kwargs]
+    counted = torch.ops.aten.histc(value if value.is_floating_point() else value.float(), *rest)
+    return counted.to(value.dtype)

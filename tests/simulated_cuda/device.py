@@ -13,6 +13,7 @@ arguments; a dispatch mode sees every operation that remains of it, checks and c
 
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,7 +44,6 @@ READS = {
     aten.unique_dim,
     aten.unique_consecutive,
     aten.bincount,
-    aten.histc,
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 # Operations beside the pointwise ones that take a host tensor without dimensions as a number.
@@ -108,6 +108,8 @@ class SimulatedCuda:
         streams: the order of work.
         own: what each thread has for itself.
         captured_on: the number of the stream that each graph was captured on.
+        sync_debug: "warn", 1: warns of operations that wait for the device.
+        grouped: dtypes that have a kernel for grouped products; in others the host reads the sizes of the groups.
     """
 
     log: list[Event] = field(default_factory=list)
@@ -116,6 +118,8 @@ class SimulatedCuda:
     lock: Any = field(default_factory=threading.RLock)
     active: ClassVar["SimulatedCuda | None"] = None
     captured_on: list[int] = field(default_factory=list)
+    sync_debug: int | str = 0
+    grouped: set[torch.dtype] = field(default_factory=lambda: {torch.bfloat16})
     generators: set[int] = field(default_factory=set)  # those of the device
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # calls.py
     _late: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
@@ -139,6 +143,8 @@ class SimulatedCuda:
         """The host waits for the current stream, or for ``ticks``."""
         if self.own.capture is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+        if self.sync_debug in ("warn", 1) and kind != "wait":
+            warnings.warn(f"called a synchronizing CUDA operation ({what})", stacklevel=2)
         with self.lock:
             self.note(kind, what)
             self.settle(self.streams.mark(self.streams.current) if ticks is None else ticks)
@@ -252,7 +258,7 @@ class SimulatedCuda:
             raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
         else:
             self._one_device(func, args, tensors)
-        if packet in READS or _sized_by_values(packet, func, args, kwargs):
+        if packet in READS or self._reads(packet, args) or _sized_by_values(packet, func, args, kwargs):
             self.wait("read", str(func))
         if self.own.capture is not None:
             return self._captured(func, args, kwargs, tensors)
@@ -275,6 +281,12 @@ class SimulatedCuda:
         self.own.capture.record(func, *given, kept)
         self._launched(func, args, kwargs, tensors, wrapped)
         return wrapped
+
+    def _reads(self, packet: Any, args: Any) -> bool:
+        """Whether the host reads an argument: of a histogram without a range, of a grouped product without a kernel."""
+        if packet is aten.histc:
+            return len(args) < 4 or args[2] == args[3]
+        return packet is aten._grouped_mm and args[0].dtype not in self.grouped
 
     def _launched(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], made: Any) -> None:
         if not func.is_view and self.own.capture is None:  # nothing of a capture runs

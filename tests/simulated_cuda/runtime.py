@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -221,6 +222,10 @@ def replaced_cuda(gpu: SimulatedCuda) -> Iterator[None]:
         allocated()
         return used["peak"]
 
+    def set_sync_debug_mode(mode: int | str) -> None:
+        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=2)
+        gpu.sync_debug = mode
+
     def nothing() -> Any:  # one each: torch.compile's tables know functions by their identity
         return lambda *given, **named: None
 
@@ -254,6 +259,8 @@ def replaced_cuda(gpu: SimulatedCuda) -> Iterator[None]:
         "max_memory_reserved": lambda device=None: peak(),
         "memory_stats": lambda device=None: defaultdict(int, {"allocated_bytes.all.current": allocated()}),
         "reset_peak_memory_stats": lambda device=None: used.update(peak=0),
+        "get_sync_debug_mode": lambda: gpu.sync_debug,
+        "set_sync_debug_mode": set_sync_debug_mode,
         "empty_cache": lambda: _refuse_in_capture("empty_cache"),
         "manual_seed": nothing(),  # the default generator is the host's, which torch.manual_seed has seeded
         "manual_seed_all": nothing(),
