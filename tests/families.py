@@ -300,6 +300,7 @@ a layer reads a draft token by token, and the cache keeps the state after each, 
 `tree: chain` for heads and `chain: true` for suffix and REST; `auto` chooses among chains. Lookahead, Ouroboros,
 SpecInfer, SpecTr, LLMCad and MJGD draft trees and are refused, as is MJSD with such a draft model. Other draft models
 may have running states. A cache holds one state per token of a draft, so long chains in large batches take memory.
+`target.quantize: int8` and `int4` keep drafts exact there, too; mixtures of experts are refused.
 
 Seconds of a step of 6 tokens that keeps 3 of them, relative to three other steps; `python tests/undo_costs.py` on two
 busy cores, float32, one thread, 4 layers of hidden size 1,024 ([JSON](results/2-core-cpu/kept-counts.json)):

@@ -105,6 +105,28 @@ def test_two_drafters_in_turn_and_sequences_that_join() -> None:
         assert [one.tokens for one in sorted(made, key=lambda one: int(str(one.key)))] == expected, name
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "falcon_h1"])
+def test_quantised_targets(family: str) -> None:
+    """Catches a linear layer of a mixer that still reads its weights in float32, one that is read without being called,
+    and a chain whose tokens are computed otherwise than in plain decoding."""
+    plain = running(family)
+    target = TargetModel(build(family, DECODED[family] | {"initializer_range": 0.3}), name="int8", quantize="int8")
+    assert target.bytes_read() < 0.45 * plain.bytes_read() and target.fingerprint() == plain.fingerprint()
+    drafter = SpeculativeDrafter.from_options(target, draft_model=perturbed(plain, 0.03), gamma=3)
+    prompts = [prompt(9), prompt(5, 1)]
+    made = generate(target, drafter, prompts, max_new_tokens=20, eos_token_id=NO_EOS)
+    assert rows_of(made) == [plain_greedy(target, ids, 20) for ids in prompts]
+    assert 1.2 < made.trace.tau < 4
+
+
+def test_what_cannot_be_quantised() -> None:
+    """Catches experts that stay in 16 bits, and a model of other layers that is called quantised and is not."""
+    experts, others = "a mixture of experts cannot be", "it has other layers in place of"
+    for family, reason in (("qwen3_next", experts), ("gpt2", others)):
+        with pytest.raises(ValueError, match=f"{reason} .*; leave quantize out"):
+            TargetModel(build(family, DECODED[family]), quantize="int8")
+
+
 def test_kangaroo_resumes_from_its_exit_layer() -> None:
     """Catches deep layers whose state has read the draft twice, and shallow ones whose state is the last token's."""
     target = running()

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from drafters.config import Quantization
 from drafters.model import backend
 from drafters.model.cache import KVCache, StorageRows
-from drafters.model.linear import Product
+from drafters.model.linear import EXPERTS, Product
 from drafters.model.loading import has_hooks
 from drafters.model.rows import Angles
 
@@ -211,7 +211,7 @@ class FusedLayer:
             ValueError: a mixture of experts, or sizes that int4 cannot group.
         """
         if self.mlp is None or self.mlp.experts is not None:
-            raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
+            raise ValueError(EXPERTS)
         self.quantize_products(kind)
         for module in (*layer.self_attn.children(), *layer.mlp.children()):
             if isinstance(module, nn.Linear):

@@ -5,7 +5,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
@@ -21,6 +21,7 @@ LARGE = 1 << 22
 SMALL = 1 << 18
 
 STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18, 20)  # steps of int4 over the range of a group that are tried
+EXPERTS = "a mixture of experts cannot be quantised here; leave quantize out"
 GROUP = 32  # inputs that share a scale in int4; 64 or 128 change the output of a model of 135M parameters too much
 
 
@@ -95,6 +96,30 @@ class Product:
                 self.cpu_weight.put(outputs, weight)
         if self.bias is not None and bias is not None:
             self.bias[outputs] = bias
+
+
+def quantize_linears(layers: nn.Module, kind: Quantization) -> list[Product]:
+    """Replace the weights of the linear layers below ``layers`` by int8 or int4 forms, in place; return the products.
+
+    Raises:
+        ValueError: a mixture of experts, linear layers of another class, or sizes that int4 cannot group.
+    """
+    if any(".experts." in name for name, _ in layers.named_parameters()):
+        raise ValueError(EXPERTS)
+    linears = {name: part for name, part in layers.named_modules() if hasattr(part, "in_features")}
+    other = next((type(part).__name__ for part in linears.values() if type(part) is not nn.Linear), None)
+    if other or not linears:
+        raise ValueError(f"it has {other or 'other'} layers in place of plain linear ones; leave quantize out")
+    products = []
+    for name, linear in linears.items():
+        if name.endswith("dt_proj"):  # small, and Mamba 1 reads its weight without calling it
+            continue
+        product = Product(linear.weight.detach(), linear.bias)
+        product.quantize(kind)
+        linear.weight.data = linear.weight.data.new_empty(0)
+        linear.forward = product
+        products.append(product)
+    return products
 
 
 class Int8:

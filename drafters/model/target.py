@@ -22,7 +22,7 @@ from drafters.model.files import rope_depends_on_length, sliding_windows
 from drafters.model.fingerprint import of_model
 from drafters.model.fused import FusedLayer, FusedNorm, why_not
 from drafters.model.graphs import GraphRunner, StockGraphRunner, differs_from_layers
-from drafters.model.linear import Product
+from drafters.model.linear import Product, quantize_linears
 from drafters.model.loading import DeviceMap, has_hooks, layer_devices, load_model
 from drafters.model.quantised import quantisation, unpack
 from drafters.model.rows import CHAIN, Rows, Scope
@@ -60,8 +60,8 @@ class TargetModel:
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
-            AVX-512, where it is read as int8: of a small model it is half of what is left.
-
+            AVX-512, where it is read as int8: of a small model it is half of what is left. On "stock" the LM head stays
+            as it is, and a mixture of experts is refused.
         capture_only: load also a model that cannot verify drafts, for ``features`` alone.
         fingerprint: fingerprint of the files that the model comes from; None: computed of the model when needed.
 
@@ -89,6 +89,7 @@ class TargetModel:
         self.on_hub = is_hub_id(self.name)  # by its form, because the caller loaded it
         self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
         self._fingerprint, self.quantize = fingerprint, quantize
+        self._products: list[Product] = []  # quantised linear layers
         self._read(model)
         self.runner = choose_runner(model, self.name, engine, capture_only)
         self._rewrite_layers()
@@ -139,9 +140,10 @@ class TargetModel:
     def _quantize(self, kind: Quantization) -> None:
         self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
         if not self.layers:
-            raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'stock'")
-        for fused, layer in zip(self.layers, self._stock_layers, strict=True):
+            self._products = quantize_linears(self._stock_layers, kind)
+        for fused, layer in zip(self.layers, self._stock_layers, strict=False):  # without fused layers, none
             fused.quantize(layer, kind)
+            self._products += fused.products
         if isinstance(self._lm_head, Product) and self._lm_head.cpu_weight is not None:
             self._lm_head.quantize("int8")
 
@@ -226,7 +228,7 @@ class TargetModel:
                 chosen = min(1.0, getattr(self.config, "num_experts_per_tok", experts) / experts)
             total += round(weights.nbytes * chosen)
         if self.quantize is not None:
-            total += sum(product.nbytes for layer in self.layers for product in layer.products)
+            total += sum(product.nbytes for product in self._products)
             if isinstance(self._lm_head, Product) and self._lm_head.quantized is not None:
                 total += self._lm_head.nbytes - self.model.get_output_embeddings().weight.nbytes
         return total
