@@ -65,7 +65,7 @@ def run(config: Path, *overrides: str) -> None:
 
 def test_the_store_holds_what_the_target_computes(tmp_path, target_folder, capsys):
     """Catches padding that leaks into features, rows in the wrong order, taps off by a layer, a mask off its tokens."""
-    run(write_config(tmp_path, target_folder))
+    run(write_config(tmp_path, target_folder, exit_layers=[2, 4]))
     store = FeatureStore.open(tmp_path / "out" / "train")
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
     chat = ChatTokenizer(chatml())
@@ -79,10 +79,11 @@ def test_the_store_holds_what_the_target_computes(tmp_path, target_folder, capsy
         torch.testing.assert_close(stored.features, output.hidden_states[-1][0], atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(target.lm_head(stored.features), output.logits[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(stored.taps[2], output.hidden_states[2][0], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(target.body.norm(stored.taps[4]), stored.features, atol=1e-4, rtol=1e-3)
     manifest = store.manifest
     assert manifest.dropped == {"broken_json": 1, "empty_dialogue": 1}
     assert manifest.target_fingerprint == target.fingerprint()
-    assert (manifest.hidden_size, manifest.vocab_size, manifest.taps) == (target.hidden_size, CHAT_VOCAB, [2])
+    assert (manifest.hidden_size, manifest.vocab_size, manifest.taps) == (target.hidden_size, CHAT_VOCAB, [2, 4])
     assert manifest.response_tokens == sum(int(tokens.loss_mask.sum()) for tokens in expected.dialogues)
     assert len(FeatureStore.open(tmp_path / "out" / "heldout")) == 3
     printed = capsys.readouterr().out
@@ -157,7 +158,7 @@ def test_long_dialogues_are_cut_and_counted(tmp_path, target_folder):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("exit_layers=[4]", r"exit_layers \[4\]: .* has 4 layers; choose from 1 to 3"),
+        ("exit_layers=[5]", r"exit_layers \[5\]: .* has 4 layers; choose from 1 to 4"),
         ("exit_layers=[2,2]", "each layer at most once"),
         ("for=[eagle2]", r"for\.?.*: unknown method eagle2; known: dflash, dflash2, dspark, eagle, eagle3"),
         ("for=[eagle, dflash]", r"dflash: the target has 4 layers, and 5 different taps need at least 6"),

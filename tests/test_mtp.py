@@ -184,6 +184,27 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert {"step_2_loss", "heldout_step_2_top1", "heldout_0-alpha"} <= names and drafter.name == "mtp"
 
 
+def test_it_learns_from_the_state_before_the_final_norm(
+    settings: dict[str, Any], target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a training that refuses the state after the last layer, one that reads the feature in its place, and
+    first weights that are solved for without that state."""
+    monkeypatch.setattr(tiny_run, "TAP", target.num_layers)
+    stores = tiny_run.write_stores(tmp_path / "stores", target)
+    head = {"kind": "deepseek", "state": target.num_layers}
+    values = settings | {"features": str(stores), "head": head, "start": "regression", "steps": 40}
+    config = tiny_run.read("mtp", values)
+    assert not dry_run(config, tiny_run.arguments()).problems
+    inputs = open_inputs(config)
+    batch = collate(inputs.train, [1], config.taps)
+    states = make_task(config, inputs.ends).features(batch)  # type: ignore[attr-defined]
+    torch.testing.assert_close(target.body.norm(states), batch.features, rtol=1e-3, atol=1e-4)
+    _, _, drafter = tiny_run.learned("mtp", values | {"learning_rate": 3e-3}, target, below=0.95)
+    assert drafter.taps == (target.num_layers,)
+    with pytest.raises(ValueError, match=f"{target.num_layers + 1} layers, .* choose from 1 to {target.num_layers}"):
+        open_inputs(tiny_run.read("mtp", values | {"head": head | {"state": target.num_layers + 1}}))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_layer_begins_as_the_best_linear_one(settings: dict[str, Any], kind: str) -> None:
     """Catches inputs in another order than fc reads them, a norm that scales its output otherwise than the target's,

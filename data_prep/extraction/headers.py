@@ -90,9 +90,9 @@ def make_headers(
 def check_target(config: FeatureKeys, model: PretrainedConfig, tokens: int) -> None:
     """Raise ValueError if the config or the tokenizer (of ``tokens`` entries) does not fit the target."""
     layers, context = model.num_hidden_layers, getattr(model, "max_position_embeddings", None)
-    wrong = [layer for layer in config.exit_layers if not 1 <= layer < layers]
+    wrong = [layer for layer in config.exit_layers if not 1 <= layer <= layers]
     if wrong:
-        raise ValueError(f"exit_layers {wrong}: {config.target} has {layers} layers; choose from 1 to {layers - 1}")
+        raise ValueError(f"exit_layers {wrong}: {config.target} has {layers} layers; choose from 1 to {layers}")
     if context is not None and config.max_length > context:
         raise ValueError(
             f"max_length is {config.max_length}, but {config.target} was made for {context} tokens; set "

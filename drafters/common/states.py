@@ -1,7 +1,8 @@
 """The target's hidden states: their names, their two numberings in the field, and the usual ones to read.
 
-A *tap* k is the hidden state after k decoder layers: ``hidden_states[k]`` of transformers. With layers counted from 0,
-it is the output of layer k - 1 and the input of layer k. Tap 0 is the embeddings' output. All code here counts in taps.
+A *tap* k is the hidden state after k decoder layers: ``hidden_states[k]`` of transformers, which norms the last one.
+With layers counted from 0, it is the output of layer k - 1 and the input of layer k. Tap 0 is the embeddings' output.
+All code here counts in taps.
 
     layer i means its INPUT, tap i:       EAGLE-3's aux layer ids: official code, vLLM, speculators (from_inputs)
     layer i means its OUTPUT, tap i + 1:  the same ids in SGLang and SpecForge; DFlash's and DSpark's target_layer_ids:

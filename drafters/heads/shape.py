@@ -25,12 +25,14 @@ class HeadShape(Config):
         stated: keys that config.json has also with their defaults.
         names_layer: True if the layer that it reads has no default, so that training and features must name it.
         mistakes: keys that are true or false, each with the mistake of a program that takes the other value.
+        reads_last: True if it may be trained on the state after the target's last layer, before the final norm.
     """
 
     usual: ClassVar[dict[str, Any]] = {}
     stated: ClassVar[tuple[str, ...]] = ()
     mistakes: ClassVar[dict[str, str]] = {}
     names_layer: ClassVar[bool] = False
+    reads_last: ClassVar[bool] = False
 
     @classmethod
     def usual_taps(cls, layers: int) -> list[int]:

@@ -83,7 +83,7 @@ def _pairs(
     for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
         if count >= wanted:
             return
-        batch = collate(train, part)
+        batch = collate(train, part, task.config.taps)
         rows = task.rows(batch)
         batch = complete(train, batch, task.config.taps).to(device, torch.float32)
         read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]

@@ -146,8 +146,9 @@ def states_asked(config: TrainConfig, manifest: StoreManifest, layers: int) -> s
 
 def check_taps(config: TrainConfig, target: str, layers: int) -> None:
     """Raise ValueError if the drafter reads a layer that ``target`` lacks, or a state that features do not hold."""
-    if beyond := [tap for tap in config.taps if not 1 <= tap < layers]:
+    last = layers if config.head.reads_last else layers - 1
+    if beyond := [tap for tap in config.taps if not 1 <= tap <= last]:
         raise ValueError(
             f"{config.drafter} reads tap {beyond[0]}, the state after {beyond[0]} layers, and {target!r} has {layers} "
-            f"layers; choose from 1 to {layers - 1}"
+            f"layers; choose from 1 to {last}"
         )

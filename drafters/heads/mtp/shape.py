@@ -29,6 +29,8 @@ class MTPShape(HeadShape):
         "feeds_back_normed": "feedback on the wrong side of the norm",
     }
 
+    reads_last: ClassVar[bool] = True
+
     kind: Kind = Field(default="qwen", description="names of its tensors in the target's files: docs/mtp.md")
     layers: DraftSize = Field(default=1, ge=1, description="MTP layers; step k of a draft runs layer k mod this number")
     embedding_first: bool = Field(default=True, description="order of what fc reads: embedding, then hidden state")
