@@ -118,6 +118,16 @@ def test_a_routers_bias_stays_exact(tmp_path: Path) -> None:
     generate(target, drafter, [prompt(9)], max_new_tokens=4)
 
 
+@pytest.mark.parametrize("there", ["model.mtp.layers.0.eh_proj", "model.mtp_linear_proj.0", "model.layers.3.mixer"])
+def test_layers_of_an_unknown_kind(tmp_path: Path, there: str) -> None:
+    """Catches a layer whose inputs have an unknown order, and that is called missing from the files."""
+    families.saved("llama", {"num_nextn_predict_layers": 1}, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"{there}.weight": torch.zeros(48, 96)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"no known kind \({there}.weight\), so the order of its inputs is unknown"):
+        load_own(str(tmp_path))
+
+
 def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
     """Catches a draft from random weights where the layer is missing, lacks tensors, or is half of a second one."""
     families.saved("llama", {"num_nextn_predict_layers": 1}, tmp_path / "none")
@@ -126,6 +136,10 @@ def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
         ValueError, match="has no MTP layer; its config.json says num_nextn_predict_layers: the layer is"
     ):
         make_drafter("mtp", target)
+    with_layer(tmp_path / "shards", "qwen", shards=2)
+    (tmp_path / "shards" / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-2.safetensors does not exist"):
+        load_own(str(tmp_path / "shards"))
     with_layer(tmp_path / "some", "qwen")
     target = TargetModel.from_pretrained(str(tmp_path / "some"), "float32", "cpu")
     with pytest.raises(ValueError, match="kind is mimo, and of the MTP layers of .* qwen; leave it out"):

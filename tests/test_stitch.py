@@ -1,11 +1,14 @@
 """Stitching: a trained MTP layer in a copy of its target's files, of any form, and nothing else changed."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
+import quantised_folders
 import tiny
 import tiny_run
 import torch
@@ -197,3 +200,26 @@ def test_stitching_what_does_not_belong_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="for vLLM: engines load it from its target's files; .* drafters.stitch"):
         export(str(tmp_path / "qwen"), "vllm", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_stitching_writes_beside_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a layer in 16 bits in a quantised target, a target that is overwritten, and a read-only folder that is
+    found out after the files were read."""
+    with_layer(tmp_path / "target", "qwen")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    mtp(target, "chain").save_pretrained(tmp_path / "trained")
+    shutil.copytree(tmp_path / "target", tmp_path / "fp8")
+    quantised_folders.fp8(tmp_path / "fp8")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for out, name, message in (
+        ("new", "fp8", r"fp8 is quantised \(fp8\), and the layer is not; give the target in bf16"),
+        ("target", "target", "--out .*target is not empty; give another folder"),
+        ("fp8", "fp8", "--out .*fp8 is not empty; give another folder"),
+    ):
+        given = [str(tmp_path / "trained"), "--out", str(tmp_path / out), "--target", str(tmp_path / name)]
+        with pytest.raises(ValueError, match=message):
+            program.main(given)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(ValueError, match="may not be written to; choose another folder"):
+        program.main([str(tmp_path / "trained"), "--out", str(tmp_path / "new")])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

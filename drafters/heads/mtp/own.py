@@ -150,10 +150,16 @@ def find_own(name: str, revision: str | None = None) -> tuple[dict[str, Any], di
     layers, stored = config.num_hidden_layers, stored_tensors(name, revision)
     keys = own_keys(stored, config)
     if not keys:
+        known = f"known are mtp.*, model.mtp_layers.* and model.layers.{layers}.eh_proj"
+        if other := sorted(one for one in stored if "mtp" in one or one.startswith(f"model.layers.{layers}.")):
+            raise ValueError(
+                f"{name}: its MTP layer is of no known kind ({other[0]}), so the order of its inputs is unknown; "
+                f"{known}. Train a layer: train/mtp.py with start=regression"
+            )
         says = [key for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if getattr(config, key, 0)]
         lost = f"; its config.json says {says[0]}: the layer is missing from the files" if says else ""
         raise ValueError(
-            f"{name} has no MTP layer{lost}; known are mtp.*, model.mtp_layers.* and model.layers.{layers}.eh_proj. "
+            f"{name} has no MTP layer{lost}; {known}. "
             "Train one: train/mtp.py with start=regression, or give checkpoint: a folder"
         )
     names = own_names(stored, keys["kind"], layers)
