@@ -14,12 +14,12 @@ import pytest
 import tiny_run
 import torch
 import torch.nn.functional as F
-from conformance import plain_greedy, prompt, target_of
+from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from mtp_layers import mtp, with_layer
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from drafters import TargetModel, generate_many
+from drafters import TargetModel, generate, generate_many
 from drafters.heads.mtp.own import load_own
 from drafters.loop.state import DecodeState
 from train.core.task import make_task
@@ -121,6 +121,25 @@ def test_drafts_with_latent_attention(family: str, layers: int) -> None:
         built(family), "chain", kind="deepseek", feeds_back_normed=True, masks_first=False, layers=layers, depth=layers
     )
     assert compared(drafter, 1, [prompt(9), prompt(4, 1)]) > 5
+
+
+def test_finished_sequences_leave_room_in_later_caches() -> None:
+    """Catches a sequence that ends early and keeps its tokens in the caches of later layers, where another one then
+    has no room to read the tokens of many steps at once."""
+    drafter = mtp(target_of("llama"), "chain", 0.0, layers=2, depth=3)
+    propose = drafter.propose
+
+    def one_sided(state: DecodeState) -> Any:
+        if state.finished[0] and len(state.tokens[1]) < 40:
+            return state.nothing
+        draft = propose(state)
+        draft.tokens[1] = (draft.tokens[1] + 1) % state.target.vocab_size  # rejected: the first sequence is faster
+        return draft
+
+    prompts = [prompt(9), prompt(4, 1)]
+    with mock.patch.object(drafter, "propose", one_sided):
+        made = generate(drafter.target, drafter, prompts, max_new_tokens=48, eos_token_id=NO_EOS)
+    assert rows_of(made) == [plain_greedy(drafter.target, ids, 48) for ids in prompts]
 
 
 TestChain = conformance.suite(
