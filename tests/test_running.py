@@ -10,7 +10,8 @@ import torch
 from conformance import NO_EOS, checked_commits, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, deviation
 from families import DECODED, build
-from rigged import dflash, eagle, goes_by, kangaroo, medusa, perturbed
+from mtp_layers import mtp
+from rigged import dflash, dspark, eagle, eagle3, goes_by, kangaroo, medusa, perturbed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.methods.papers.cascade import CascadeDrafter
@@ -83,9 +84,13 @@ def chains(target: TargetModel) -> dict[str, Drafter]:
         "lookup": make_drafter("prompt_lookup", target),
         "suffix": make_drafter("suffix", target, chain=True, memory=0),
         "eagle": eagle(target, 0.2, "chain", depth=3),
+        "eagle3": eagle3(target, 0.2, "chain", depth=3, taps=[1, 2]),
+        "mtp": mtp(target, "chain", 0.2, layers=2, depth=3),
         "dflash": dflash(target, 0.1, "chain"),
+        "dspark": dspark(target, 0.1, "chain", taps=[1, 2]),
         "medusa": medusa(target, 0.3, "chain"),
         "hybrid": make_drafter("hybrid", target, head=head, match=2),
+        "hybrid, auto": make_drafter("hybrid", target, head=goes_by(eagle(target, 0.2, "auto")), match=2),
     }
 
 
