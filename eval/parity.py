@@ -35,7 +35,7 @@ def read_config(parsed: Any) -> ParityConfig:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandLine("eval.parity", __doc__, overrides="depth=7 max_new_tokens=256; see ParityConfig")
-    parser.add_argument("--checkpoint", required=True, help="our EAGLE, EAGLE-3, DFlash or DSpark head")
+    parser.add_argument("--checkpoint", required=True, help="our EAGLE, EAGLE-3, DFlash or DSpark head, or MTP layers")
     parser.add_argument("--target", required=True, help="folder or Hub repository")
     parser.add_argument("--engine", required=True, help="vllm, sglang, or ours: no engine")
     parser.add_argument("--prompts", help="file of dialogues or questions")

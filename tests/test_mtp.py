@@ -1,5 +1,6 @@
 """MTP: drafts equal the layer from its description, training is exact."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import tiny_run
 import torch
 import torch.nn.functional as F
 from by_keys import new_head
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, plain_greedy, prompt, target_of
 from mtp_layers import mtp, with_layer
+from programs import status
 from rigged import goes_by
 from torch import Tensor
 
-from drafters import TargetModel, generate, load_drafter
+import eval.parity
+from drafters import TargetModel, generate
 from drafters.heads.mtp.shape import MTPShape
 from drafters.loop.state import DecodeState
 from eval.measure.mistakes import declared
@@ -322,15 +325,22 @@ def test_a_dry_run_finds_the_first_weights(settings: dict[str, Any], tmp_path: P
     assert not report.problems and "of kind qwen" in report.text()
 
 
-def test_a_layer_that_knows_the_text_drafts_it(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
-    """Catches inputs in decoding that are not those of training: an overfit layer is accepted nearly always."""
-    run = tiny_run.train_here("mtp", settings | {"steps": 300, "learning_rate": 1e-2, "warmup_steps": 5})
-    drafter: Any = load_drafter(str(run.config.out), target)
-    batch = collate(run.inputs.train, [3], ())
-    ids, rows = batch.input_ids, run.task.rows(batch)
-    output = target.features(ids)
-    positions = torch.arange(ids.shape[1] - 1)[None]
-    predicted = drafter.module(output.features[:, :-1], target.embed(ids[:, 1:]), positions)
-    ours = target.lm_head(drafter.module.scored(predicted))[0].argmax(-1)[rows]
-    theirs = target.lm_head(output.features)[0].argmax(-1)[rows + 1]
-    assert len(rows) > 8 and (ours == theirs).float().mean() > 0.9
+@pytest.mark.parametrize("keys", [{"kind": "qwen"}, {"kind": "deepseek", "layers": 2}], ids=str)
+def test_an_overfit_layer_is_accepted(tmp_path: Path, target: TargetModel, keys: dict[str, Any]) -> None:
+    """Catches inputs in decoding that are not those of training, and a parity check that refuses MTP layers or finds
+    another reading of their checkpoint better."""
+    prompts = [prompt(8, seed) for seed in range(8)]
+    texts = [torch.tensor([*ids, *plain_greedy(target, ids, 24)]) for ids in prompts]
+    stores = tiny_run.write_texts(tmp_path / "stores", target, texts, [torch.arange(32) > 4] * 8)
+    steps = {"steps": 250, "learning_rate": 1e-2, "warmup_steps": 5, "start": "random"}
+    head = {"head": keys, "unroll": keys.get("layers", 3)}
+    tiny_run.train_here("mtp", tiny_run.settings(target.name, stores, tmp_path / "run", **steps, **head))
+    line = ["--checkpoint", str(tmp_path / "run"), "--target", target.name, "--engine", "ours", "threads=1", "depth=2"]
+    line += ["target.dtype=float32", "target.device=cpu", "max_new_tokens=24", f"out={tmp_path / 'out'}"]
+    with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts):
+        assert status(eval.parity.main, *line) == 0
+    loaded, *others = json.loads((tmp_path / "out" / "parity.json").read_text())["readings"]
+    assert loaded["tau"]["value"] > 2.5  # at most 3
+    worse = ("state on the wrong side of the target's final norm", "embedding and hidden state swapped")
+    assert [one["name"] for one in others] == [*worse, "feedback on the wrong side of the norm"]
+    assert all(one["tau"]["value"] < loaded["tau"]["value"] - 0.2 for one in others[:2])

@@ -24,6 +24,7 @@ from drafters.loop.generate import Trace
 from drafters.methods.block import BlockDrafter, DSparkDrafter
 from drafters.methods.dflash2 import DFlash2Drafter
 from drafters.methods.eagle import Eagle3Drafter, EagleDrafter, FeatureHead
+from drafters.methods.mtp import MTPDrafter
 from eval.configs import ParityConfig
 from eval.entries import EngineEntry
 from eval.figures.certificate import begun
@@ -62,10 +63,10 @@ def parity(config: ParityConfig, argv: list[str], console: Console) -> dict[str,
     """
     set_threads(config.threads)
     kind = drafter_class(method := drafter_type(config.checkpoint))
-    if not issubclass(kind, LearnedDrafter) or not (issubclass(kind, FEATURES) or "taps" in kind.shape.model_fields):
+    if not issubclass(kind, LearnedDrafter) or not (issubclass(kind, FEATURES) or declared(kind.shape)):
         raise ValueError(
             f"checkpoint: {config.checkpoint} is of the method {method!r}; give an EAGLE head, or one that reads "
-            "several states of the target, such as EAGLE-3, DFlash or DSpark"
+            "several states of the target, such as EAGLE-3, DFlash or DSpark, or MTP layers"
         )
     if not issubclass(kind, (*FEATURES, BlockDrafter)) and config.engine != "ours":
         raise ValueError(
@@ -177,7 +178,7 @@ def known(drafter: Head) -> tuple[Mistake, ...]:
     """Return the mistakes that heads of this kind have."""
     if isinstance(drafter, BlockDrafter):
         return BLOCK_MISTAKES
-    shared = MISTAKES if isinstance(drafter.head, FeatureHead) else ()
+    shared = MISTAKES if isinstance(drafter.head, FeatureHead) and not isinstance(drafter, MTPDrafter) else ()
     names = {mistake.name for mistake in shared}
     return (*shared, *(mistake for mistake in declared(type(drafter).shape) if mistake.name not in names))
 

@@ -289,10 +289,25 @@ WRONG_MASK = Mistake(
 )
 
 
+def read_across_norm(drafter: LearnedDrafter) -> LearnedDrafter:
+    """Read the state before the target's final norm in place of the feature, or the feature in place of a state."""
+    return remade(drafter, state=None if drafter.taps else drafter.target.num_layers)
+
+
+WRONG_STATE = Mistake(
+    "state on the wrong side of the target's final norm",
+    "the hidden states that reach the layer",
+    "set state in its config.json: the target's number of layers before the norm, null after it",
+    read_across_norm,
+)
+
+
 def declared(shape: type[HeadShape]) -> tuple[Mistake, ...]:
     """Return the mistakes that follow from the keys of a shape: states, a mask token, and those that it declares."""
-    masks = (WRONG_MASK,) if "mask_token_id" in shape.model_fields else ()
-    return (*of_taps("the numbers of the target's states"), *flips(shape), *masks)
+    keys = shape.model_fields
+    taps = of_taps("the numbers of the target's states") if "taps" in keys else ()
+    one, masks = (WRONG_STATE,) if "state" in keys else (), (WRONG_MASK,) if "mask_token_id" in keys else ()
+    return (*taps, *one, *flips(shape), *masks)
 
 
 def flips(shape: type[HeadShape], check: str = "{key}") -> tuple[Mistake, ...]:
