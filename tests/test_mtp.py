@@ -325,10 +325,15 @@ def test_a_dry_run_finds_the_first_weights(settings: dict[str, Any], tmp_path: P
     assert not report.problems and "of kind qwen" in report.text()
 
 
-@pytest.mark.parametrize("keys", [{"kind": "qwen"}, {"kind": "deepseek", "layers": 2}], ids=str)
-def test_an_overfit_layer_is_accepted(tmp_path: Path, target: TargetModel, keys: dict[str, Any]) -> None:
-    """Catches inputs in decoding that are not those of training, and a parity check that refuses MTP layers or finds
-    another reading of their checkpoint better."""
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("llama", {"kind": "qwen"}), ("llama", {"kind": "deepseek", "layers": 2}), ("qwen3_5_text", {"kind": "qwen"})],
+)
+def test_an_overfit_layer_is_accepted(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    """Catches inputs in decoding that are not those of training, and a parity check that refuses MTP layers or targets
+    with a running state, or finds another reading of the checkpoint better."""
+    families.saved(family, families.DECODED[family] | {"initializer_range": 0.3}, tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     prompts = [prompt(8, seed) for seed in range(8)]
     texts = [torch.tensor([*ids, *plain_greedy(target, ids, 24)]) for ids in prompts]
     stores = tiny_run.write_texts(tmp_path / "stores", target, texts, [torch.arange(32) > 4] * 8)
@@ -339,8 +344,10 @@ def test_an_overfit_layer_is_accepted(tmp_path: Path, target: TargetModel, keys:
     line += ["target.dtype=float32", "target.device=cpu", "max_new_tokens=24", f"out={tmp_path / 'out'}"]
     with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts):
         assert status(eval.parity.main, *line) == 0
-    loaded, *others = json.loads((tmp_path / "out" / "parity.json").read_text())["readings"]
-    assert loaded["tau"]["value"] > 2.5  # at most 3
-    worse = ("state on the wrong side of the target's final norm", "embedding and hidden state swapped")
-    assert [one["name"] for one in others] == [*worse, "feedback on the wrong side of the norm"]
-    assert all(one["tau"]["value"] < loaded["tau"]["value"] - 0.2 for one in others[:2])
+    readings = json.loads((tmp_path / "out" / "parity.json").read_text())["readings"]
+    tau = {one["name"]: one["tau"]["value"] for one in readings}
+    assert tau.pop("as loaded") > 2.5  # at most 3
+    assert tau.pop("embedding and hidden state swapped") < 1.5
+    across = tau.pop("state on the wrong side of the target's final norm")
+    assert across < 2.5 or family != "llama"
+    assert [*tau] == ["feedback on the wrong side of the norm"]
