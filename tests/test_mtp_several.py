@@ -21,6 +21,7 @@ from transformers.modeling_layers import MtpModel
 
 from drafters import TargetModel, generate, generate_many
 from drafters.heads.mtp.own import load_own
+from drafters.hub.checkpoint import load_checkpoint
 from drafters.loop.state import DecodeState
 from train.core.task import make_task
 from train.data.packing import collate
@@ -229,6 +230,18 @@ def test_new_layers_learn(tmp_path: Path, family: str, layers: int) -> None:
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     _, names, drafter = tiny_run.learned("mtp", values, target, below=0.95)
     assert f"heldout_step_{layers - 1}_top1" in names and len(drafter.module.layers) == layers
+
+
+@pytest.mark.parametrize(("layers", "more"), [(2, {}), (1, {"start": "regression"})])
+def test_resumed_equals_uninterrupted(tmp_path: Path, layers: int, more: dict[str, Any]) -> None:
+    """Catches a resumed run that begins with the target's or with solved weights again."""
+    values = prepared(tmp_path, "llama", "deepseek", layers, schedule="constant", steps=8, learning_rate=1e-2, **more)
+    tiny_run.train_here("mtp", values)
+    parts = values | {"out": str(tmp_path / "parts")}
+    tiny_run.train_here("mtp", parts | {"steps": 4})
+    tiny_run.train_here("mtp", parts, resume=True)
+    ours, theirs = (load_checkpoint(each["out"])[1] for each in (values, parts))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_what_does_not_train_all_layers_is_refused(tmp_path: Path) -> None:
