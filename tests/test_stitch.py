@@ -15,7 +15,8 @@ import torch
 from by_keys import new_drafter
 from mtp_layers import glm, mtp, with_layer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, LlavaConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlavaConfig
+from transformers.modeling_layers import MtpModel
 
 from drafters import TargetModel, load_drafter, make_drafter
 from drafters import stitch as program
@@ -123,7 +124,8 @@ def test_stitching_several_layers_and_copies(
 
 
 def test_stitching_new_layers(tmp_path: Path) -> None:
-    """Catches a config.json with another number of layers, so that engines would load only one."""
+    """Catches a config.json with another number of layers, so that engines would load only one, and tensors that
+    transformers does not find. Its patterns of names are those of released numbers of layers."""
     families.saved("glm4_moe", {}, tmp_path / "target")
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     drafter = mtp(target, "chain", kind="deepseek", layers=3)
@@ -132,6 +134,13 @@ def test_stitching_new_layers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "config.json").read_text())["num_nextn_predict_layers"] == 3
     stitched: Any = make_drafter("mtp", TargetModel.from_pretrained(str(tmp_path / "new"), "float32", "cpu"))
     assert torch.equal(stitched.module.others[1].fc.weight, drafter.module.others[1].fc.weight.bfloat16().float())
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}\." for number in (3, 4, 5)]
+    theirs: Any = MtpModel.from_pretrained(model)
+    for number, layer in enumerate(theirs.layers):
+        assert torch.equal(layer.eh_proj.weight, stitched.module.parts(number).fc.weight)
+        block, ours = layer.mtp_block.state_dict(), stitched.module.layers[number].state_dict()
+        assert all(torch.equal(block[name], value) for name, value in ours.items())
 
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek"])
