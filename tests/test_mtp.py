@@ -330,16 +330,18 @@ def test_a_dry_run_finds_the_first_weights(settings: dict[str, Any], tmp_path: P
     [("llama", {"kind": "qwen"}), ("llama", {"kind": "deepseek", "layers": 2}), ("qwen3_5_text", {"kind": "qwen"})],
 )
 def test_an_overfit_layer_is_accepted(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
-    """Catches inputs in decoding that are not those of training, and a parity check that refuses MTP layers or targets
-    with a running state, or finds another reading of the checkpoint better."""
+    """Catches inputs in decoding that are not those of training, a tau during training that drafts trees on a running
+    state, and a parity check that refuses MTP layers or finds another reading of the checkpoint better."""
     families.saved(family, families.DECODED[family] | {"initializer_range": 0.3}, tmp_path / "target")
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     prompts = [prompt(8, seed) for seed in range(8)]
     texts = [torch.tensor([*ids, *plain_greedy(target, ids, 24)]) for ids in prompts]
-    stores = tiny_run.write_texts(tmp_path / "stores", target, texts, [torch.arange(32) > 4] * 8)
+    stores = tiny_run.write_texts(tmp_path / "stores", target, texts, [torch.arange(32) > 7] * 8)
     steps = {"steps": 250, "learning_rate": 1e-2, "warmup_steps": 5, "start": "random"}
-    head = {"head": keys, "unroll": keys.get("layers", 3)}
-    tiny_run.train_here("mtp", tiny_run.settings(target.name, stores, tmp_path / "run", **steps, **head))
+    more = {"head": keys, "unroll": keys.get("layers", 3), "tau_every": 250, "tau_new_tokens": 12, "keep": "best"}
+    tiny_run.train_here("mtp", tiny_run.settings(target.name, stores, tmp_path / "run", **steps, **more))
+    measured = [row for row in read_metrics(tmp_path / "run") if "heldout_tau" in row][-1]
+    assert measured["heldout_tau"] > 2 and ("heldout_tau_tree" in measured) != target.chains_only
     line = ["--checkpoint", str(tmp_path / "run"), "--target", target.name, "--engine", "ours", "threads=1", "depth=2"]
     line += ["target.dtype=float32", "target.device=cpu", "max_new_tokens=24", f"out={tmp_path / 'out'}"]
     with mock.patch("eval.figures.diagnosis.prompts_of", lambda config, drafter: prompts):

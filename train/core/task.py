@@ -212,10 +212,12 @@ class Task:
         return None
 
     def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, Drafter]:
-        """Drafters with copies of ``weights`` for the decoding loop, by kind of draft."""
+        """Drafters with copies of ``weights`` for the decoding loop, by kind of draft; a running state takes chains."""
         whole, common = exported(self, weights)
         return {
-            kind: self.drafter.from_weights(target, whole, common | options) for kind, options in self.drafts.items()
+            kind: self.drafter.from_weights(target, whole, common | options)
+            for kind, options in self.drafts.items()
+            if kind == "chain" or not target.chains_only
         }
 
     def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
