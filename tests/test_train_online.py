@@ -10,9 +10,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import tiny
 import tiny_run
 import torch
 from chat_formats import DATED, dialogue, pretend_today
+from families import DECODED, build
 from transformers import PreTrainedModel
 
 from data_prep import features
@@ -137,10 +139,12 @@ def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], stor
         assert not batch.features.requires_grad and not batch.features.is_inference()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding", "mixtral", "qwen3_5_text", "bamba"])
 def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
-    """A sliding window measured across dialogues of a row, or positions that run on from one to the next."""
-    model = TargetModel(tiny_model(family), engine="stock")
+    """A sliding window measured across dialogues of a row, positions that run on from one to the next, or a running
+    state that has read the dialogue before."""
+    usual = family in tiny.FAMILIES
+    model = TargetModel(tiny_model(family) if usual else build(family, DECODED[family]), engine="stock")
     generator = torch.Generator().manual_seed(0)
     lengths = [40, 9, 17, 23, 5, 31]
     tokens = [torch.randint(3, model.vocab_size, (length,), generator=generator) for length in lengths]

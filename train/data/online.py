@@ -103,7 +103,8 @@ class OnlineFeatures:
         """Run the target on the dialogues at ``places``, in rows of up to ``batch_tokens``, and fill ``states``."""
         lengths = [span.length for span in places]
         shares = split_evenly(list(range(len(places))), lengths, -(-sum(lengths) // max(lengths)))
-        if max(sum(lengths[index] for index in share) for share in shares) > self.batch_tokens:
+        longest = max(sum(lengths[index] for index in share) for share in shares)
+        if self.target.chains_only or longest > self.batch_tokens:  # a running state reads one dialogue
             shares = [[index] for index in range(len(places))]
         rows = sorted(([places[index] for index in share] for share in shares), key=len)
         at_once = max(1, self.batch_tokens // max(sum(span.length for span in row) for row in rows))
