@@ -60,8 +60,8 @@ class TargetModel:
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
-            AVX-512, where it is read as int8: of a small model it is half of what is left. On "stock" the LM head stays
-            as it is, and a mixture of experts is refused.
+            AVX-512, where it is read as int8: of a small model it is half of what is left. Of a model that runs
+            on its own forward, it stays as it is. A mixture of experts is refused.
         capture_only: load also a model that cannot verify drafts, for ``features`` alone.
         fingerprint: fingerprint of the files that the model comes from; None: computed of the model when needed.
 
