@@ -19,7 +19,7 @@ from mtp_layers import mtp, with_layer
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from drafters import TargetModel, generate, generate_many
+from drafters import TargetModel, generate, generate_many, load_drafter, make_drafter
 from drafters.heads.mtp.own import load_own
 from drafters.hub.checkpoint import load_checkpoint
 from drafters.loop.state import DecodeState
@@ -242,6 +242,19 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, layers: int, more: dict[st
     tiny_run.train_here("mtp", parts, resume=True)
     ours, theirs = (load_checkpoint(each["out"])[1] for each in (values, parts))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_lora_of_layers_with_experts(tmp_path: Path) -> None:
+    """Catches an adapter that takes experts for its targets, and one of the first layer only."""
+    values = prepared(tmp_path, "glm4_moe", "deepseek", 2, steps=3, learning_rate=1e-2)
+    target = TargetModel.from_pretrained(values["target"], "float32", "cpu")
+    make_drafter("mtp", target).save_pretrained(tmp_path / "own")  # type: ignore[attr-defined]
+    tiny_run.train_here("mtp", values | {"init_from": str(tmp_path / "own"), "lora": {"r": 4}})
+    loaded = (load_drafter(str(path), target) for path in (tmp_path / "own", values["out"]))
+    before, after = (drafter.module.state_dict() for drafter in loaded)
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {"fc.weight", "others.0.fc.weight", "layers.1.mlp.shared_experts.up_proj.weight"} <= moved
+    assert not any(".experts." in name or "norm" in name for name in moved)
 
 
 def test_what_does_not_train_all_layers_is_refused(tmp_path: Path) -> None:

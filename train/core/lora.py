@@ -45,11 +45,16 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM" if pretrained else None,
     )
+    # By the config of a family with experts, peft takes targets for the experts' joined matrices, which stay frozen.
+    config = None if pretrained else vars(model).pop("config", None)
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
             adapter = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
+    finally:
+        if config is not None:
+            model.config = config
     settings.base_model_name_or_path = name  # peft takes it from a model, not from a module
     return adapter
 
