@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from drafters.common.wording import read_text, shortened
+from drafters.common.wording import first_line, read_text, shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -133,7 +133,7 @@ def _apply_overrides(schema: type[BaseModel], data: dict[str, Any], overrides: l
         try:
             group[leaf] = _parse_scalar(text)
         except yaml.YAMLError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise ValueError(f"override {shown}: the value is no valid YAML or JSON ({reason}); quote it") from None
         if undone := [before for other, before in earlier.items() if f"{other}.".startswith(f"{key}.")]:
             raise ValueError(f"overrides {undone[0]} and {override}: the second would undo the first; give one")

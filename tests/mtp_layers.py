@@ -33,7 +33,7 @@ def mtp(target: TargetModel, tree: str, noise: float | None = None, **keys: Any)
 
 
 class LayeredOracle(Oracle):
-    """As ``Oracle``, for several layers, each of which runs over all nodes so far."""
+    """As ``Oracle``, for several layers. Each one runs over all nodes so far."""
 
     def run(self, number: int, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         outputs: Tensor = super().run(number, features, tokens, rows)  # type: ignore[misc]

@@ -29,6 +29,11 @@ def shortened(value: Any, longest: int = LONGEST) -> str:
     return brief.repr(value)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; of an empty one, the name of its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def dtype_name(dtype: object) -> str:
     """``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")

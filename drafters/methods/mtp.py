@@ -7,6 +7,7 @@ head. Of several layers, step k runs layer k mod their number. Without a checkpo
 draft.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -104,7 +105,7 @@ class SeveralLayers(MTPFeatures):
         latest: what each layer gave at the last token that it has read, ``[B, 1, H]``.
     """
 
-    later: list[KVCache] = []  # noqa: RUF012  # before the first prompt
+    later: Sequence[KVCache] = ()  # before the first prompt
     latest: list[Tensor]
 
     @property
@@ -234,12 +235,12 @@ class MTPDrafter(LearnedDrafter):
         check_loaded(target)
         if options.get("adapter") is not None:
             raise ValueError("adapter is given, and no checkpoint; give checkpoint: the drafter that it is for")
-        given, _ = split(cls.shape, options)
+        asked, _ = split(cls.shape, options)
         name = target.source or target.config.name_or_path or target.name
         keys, weights = load_own(name, target.revision)
         for key in ("kind", "layers"):
-            if given.get(key, keys[key]) != keys[key]:
-                raise ValueError(f"{key} is {given[key]}, and of the MTP layers of {name} {keys[key]}; leave it out")
+            if asked.get(key, keys[key]) != keys[key]:
+                raise ValueError(f"{key} is {asked[key]}, and of the MTP layers of {name} {keys[key]}; leave it out")
         drafter = cls.from_weights(target, weights, keys | options)
         drafter.refuse_unread(options)
         return drafter

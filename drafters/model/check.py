@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from drafters.common.wording import dtype_name
+from drafters.common.wording import dtype_name, first_line
 from drafters.model.rows import Rows
 from drafters.model.stock import StockRunner, body_of, scopes
 from drafters.model.variants import StandIn, variant
@@ -35,11 +35,6 @@ DRAWS = 8  # forwards with moved results that measure a model's rounding
 LIMITS = {1: 3.0, 3: 1.25}
 # Errors that a model's own code raises for arguments that it does not take.
 FAILURES = (TypeError, AttributeError, RuntimeError, KeyError, IndexError, ValueError)
-
-
-def first_line(failure: Exception) -> str:
-    """Return the first line of an error's message."""
-    return next(iter(str(failure).splitlines()), type(failure).__name__)
 
 
 def off(ours: Tensor, theirs: Tensor) -> Tensor:

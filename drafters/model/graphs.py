@@ -20,9 +20,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from drafters.common.wording import first_line
 from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage, StorageRows
-from drafters.model.check import FAILURES, first_line, most_allowed, off
+from drafters.model.check import FAILURES, most_allowed, off
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
 from drafters.model.runner import Part, Runner, Taps, attention_kernels
@@ -190,11 +191,11 @@ class GraphRunner(Runner):
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             forward()
-            with synchronising() as found:
+            with synchronising() as waits:
                 forward()
         torch.cuda.current_stream(device).wait_stream(side)
-        if found:
-            raise RuntimeError(f"its forward waits for the GPU in {found[0]}")
+        if waits:
+            raise RuntimeError(f"its forward waits for the GPU in {waits[0]}")
         # Capture. All graphs share one memory pool, for only one of them runs at a time.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -213,18 +214,18 @@ def synchronising() -> Iterator[list[str]]:
     No graph can hold them. They are found before the capture, because torch's allocator does not end a capture that
     fails: afterwards ``torch.cuda.empty_cache`` raises an internal error.
     """
-    found, thread, before = list[str](), threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    places, thread, before = list[str](), threading.get_ident(), torch.cuda.get_sync_debug_mode()
 
     def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if threading.get_ident() == thread and "called a synchronizing" in str(message):  # not the mode's own notice
-            found.append(f"{Path(filename).name}, line {lineno}")
+            places.append(f"{Path(filename).name}, line {lineno}")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
 

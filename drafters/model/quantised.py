@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
+from drafters.common.wording import first_line
 from drafters.model.files import quiet
 
 # transformers asks for the two of GPTQ one after the other, and names a GPU where only a package is missing.
@@ -69,7 +70,7 @@ def _check(name: str, method: str, settings: dict[str, Any], device: torch.devic
             quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
             quantizer.validate_environment(device_map={"": str(device)}, weights_only=True)
     except (ImportError, RuntimeError, ValueError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(".")
+        said = first_line(error).rstrip(".")
         if isinstance(error, ModuleNotFoundError) and error.name:
             said = f"that needs {error.name}: pip install {error.name}"
         raise ValueError(f"{name} is quantised ({method}) and cannot be loaded here: {said}; {instead}") from None

@@ -60,8 +60,8 @@ class TargetModel:
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
-            AVX-512, where it is read as int8: of a small model it is half of what is left. Of a model that runs
-            on its own forward, it stays as it is. A mixture of experts is refused.
+            AVX-512, where the engine "fused" reads it as int8: of a small model it is half of what is left. A mixture
+            of experts is refused.
         capture_only: load also a model that cannot verify drafts, for ``features`` alone.
         fingerprint: fingerprint of the files that the model comes from; None: computed of the model when needed.
 
@@ -139,11 +139,12 @@ class TargetModel:
 
     def _quantize(self, kind: Quantization) -> None:
         self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
-        if not self.layers:
+        if self.layers:
+            for fused, layer in zip(self.layers, self._stock_layers, strict=True):
+                fused.quantize(layer, kind)
+                self._products += fused.products
+        else:
             self._products = quantize_linears(self._stock_layers, kind)
-        for fused, layer in zip(self.layers, self._stock_layers, strict=False):  # without fused layers, none
-            fused.quantize(layer, kind)
-            self._products += fused.products
         if isinstance(self._lm_head, Product) and self._lm_head.cpu_weight is not None:
             self._lm_head.quantize("int8")
 
@@ -311,9 +312,11 @@ class TargetModel:
     def part(self, start: int, stop: int | None) -> Part:
         """Layers ``start..stop``; from the embedding if there is no layer before, through the norm if none follows."""
         part = self._parts.get((start, stop))
-        if part is None and not self.runner.rewrites:
+        if part is not None:
+            return part
+        if not self.runner.rewrites:
             part = ModelPart(start=start, stop=stop)
-        elif part is None:
+        else:
             enter, leave = self.embed if start == 0 else identity, self._leave if stop is None else identity
             devices: Sequence[torch.device | None] = self._devices or [None] * self.num_layers
             layers = map(PartLayer, self.layers, range(self.num_layers), map(Scope, self.windows), devices)

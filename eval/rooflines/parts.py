@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.common.wording import first_line
 from drafters.config import Engine, Quantization
 from drafters.heads.kangaroo.module import KangarooAdapter
 from drafters.heads.kangaroo.shape import KangarooShape
@@ -213,7 +214,7 @@ def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool)
     try:
         both = seconds(1), seconds(new_tokens)
     except Exception as error:  # a missing or failing compiler must not lose the other figures
-        return {"batch": 1, "missing": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+        return {"batch": 1, "missing": f"{type(error).__name__}: {first_line(error)[:100]}"}
     return {"batch": 1, "tokens_per_second": (new_tokens - 1) / (both[1] - both[0])}
 
 

@@ -17,7 +17,7 @@ from data_prep.common.progress import Bar
 from data_prep.store.reader import FeatureStore
 from drafters.common.files import replace_json
 from drafters.common.machine import measured_on
-from drafters.common.wording import size_text
+from drafters.common.wording import first_line, size_text
 from drafters.model.files import resolve_device
 from train.bench.reference import pad, plain_batches, plain_loss_sum, write_samples
 from train.core.config import TrainConfig
@@ -78,7 +78,7 @@ class Bench:
                 try:
                     done[name].append(self._round(name, number, cost))
                 except torch.OutOfMemoryError as error:
-                    failed[name] = str(error).splitlines()[0]
+                    failed[name] = first_line(error)
                     self.engine.module.zero_grad(set_to_none=True)
                 progress.update(1)
         return {name: each[1:] for name, each in done.items()}, failed

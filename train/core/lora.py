@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from drafters.common.files import replace_json, replacing_files
 from drafters.common.paths import ADAPTER_CONFIG_FILE
+from drafters.common.wording import first_line
 from drafters.hub.checkpoint import CARD_FILE, CONFIG_FILE, parse_config
 from train.core.config import Lora
 
@@ -51,7 +52,7 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
             adapter = peft.get_peft_model(model, settings)
     except ValueError as error:
-        raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"lora.targets: {first_line(error)}") from error
     finally:
         if config is not None:
             model.config = config

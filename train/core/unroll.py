@@ -25,7 +25,7 @@ class UnrolledTask(Task):
     """A head that is trained in ``predictions`` steps from every index, each on the predictions of the ones before.
 
     Step n is trained at the index i - n, so that all steps predict one token, whose target is computed once. The first
-    ``passes - 1`` positions of a dialogue are not trained: no chain from inside the dialogue reaches them.
+    ``predictions - 1`` positions of a dialogue are not trained: no chain from inside the dialogue reaches them.
 
     Class attributes:
         token_shift: row i reads token i + token_shift.

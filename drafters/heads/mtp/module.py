@@ -13,7 +13,7 @@ from drafters.model.layers import LayerKind, build_module, check_head, layer_kin
 
 
 class MTPParts(nn.Module):
-    """What stands around a decoder layer: norms on embedding and hidden state, ``fc`` over both, and the last norm."""
+    """The parts around a decoder layer: norms on embedding and hidden state, ``fc`` over both, and the last norm."""
 
     def __init__(self, kind: LayerKind, shape: MTPShape) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class MTPLayer(MTPParts):
         step: int = 0,
     ) -> Tensor:
         """Run a step's layer: hidden states and the next tokens' embeddings ``[B, T, H]`` -> what is fed back, ``[B, T,
-        H]``; ``scored`` of its parts makes of it what enters the LM head.
+        H]``. ``parts(step).scored`` turns it into the input of the LM head.
 
         ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal.
         """

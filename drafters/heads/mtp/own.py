@@ -125,11 +125,8 @@ def load_own(name: str, revision: str | None = None) -> tuple[dict[str, Any], di
 def _compare_copies(name: str, revision: str | None) -> None:
     """Warn if an embedding or LM head beside an MTP layer differs from the target's, which drafters read."""
     weights = open_weights(name, revision, load_config_only(name, revision))
-    layers, count = (
-        weights.config.num_hidden_layers,
-        count_of(weights.stored, "deepseek", weights.config.num_hidden_layers),
-    )
-    for copy, end in copies_of(layers, count).items():
+    layers = weights.config.num_hidden_layers
+    for copy, end in copies_of(layers, count_of(weights.stored, "deepseek", layers)).items():
         if copy in weights.stored and not torch.equal(weights.read(copy), weights.read(weights.ends[end])):
             warnings.warn(
                 f"{name}: {copy} differs from {weights.ends[end]}. The MTP layer drafts and trains with the latter; "
