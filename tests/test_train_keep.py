@@ -57,17 +57,31 @@ def equal(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_overfit_run_exports_the_earlier_drafter(overfit: dict[str, Any], tmp_path: Path) -> None:
-    """The last weights exported, weights of another step than the tau they are named with, a state that is the best
-    one's, or a best that no report shows."""
-    out, short, last = tmp_path / "run", tmp_path / "short", tmp_path / "last"
-    tiny_run.train_here("eagle", {**overfit, "out": str(out)})
-    rows = read_metrics(out)
+def test_a_training_that_lowers_tau_exports_the_drafter_it_began_with(overfit: dict[str, Any], tmp_path: Path) -> None:
+    """A worse drafter exported because its loss fell, or a message that does not say it."""
+    config = tiny_run.read("eagle", {**overfit, "out": str(tmp_path / "run")})
+    run = tiny_run.train_here("eagle", {**overfit, "out": str(config.out)})
+    rows = read_metrics(config.out)
     losses = [row["loss"] for row in rows if "loss" in row]
     taus = {row["step"]: row["heldout_tau"] for row in rows if "heldout_tau" in row}
     assert losses[-1] < 0.5 * losses[0]
-    assert taus[10] < 0.7 * taus[2]
-    assert kept(out) == {"step": 2, "tau": taus[2]}
+    assert taus[10] < 0.7 * taus[0]
+    assert kept(config.out) == {"step": 0, "tau": taus[0]}
+    assert equal(config.out / "model.safetensors", Path(str(config.init_from)) / "model.safetensors")
+    inputs = open_inputs(config)
+    assert training.finished_at(config, inputs.train) == run.progress.step == 10
+    assert "no step was better than" in training.farewell(config, 10, inputs.heldout, inputs.ends)
+
+
+def test_a_run_exports_an_earlier_drafter(
+    overfit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last weights exported, weights of another step than the tau they are named with, a state that is the best
+    one's, or a best that no report shows."""
+    out, short, last = tmp_path / "run", tmp_path / "short", tmp_path / "last"
+    scripted(monkeypatch, [1.0, 3.0, 0.5, 2.0, 1.5, 1.0] + [1.0, 3.0] + [1.0] * 6)
+    tiny_run.train_here("eagle", {**overfit, "out": str(out)})
+    assert kept(out) == {"step": 2, "tau": 2.0}  # the mean of steps 0 and 2
     tiny_run.train_here("eagle", {**overfit, "out": str(short), "steps": 2})
     assert equal(out / "model.safetensors", short / "model.safetensors")
     tiny_run.train_here("eagle", {**overfit, "out": str(last), "keep": "last"})
@@ -76,9 +90,10 @@ def test_an_overfit_run_exports_the_earlier_drafter(overfit: dict[str, Any], tmp
     ours, theirs = (folder / "state" / StateFolder.tag(10) / "weights.safetensors" for folder in (out, last))
     assert equal(ours, theirs)
     summary = json.loads((out / "summary.json").read_text())
-    assert (summary["steps"], summary["kept"]) == (10, {"step": 2, "tau": taus[2]})
+    assert (summary["steps"], summary["kept"]) == (10, {"step": 2, "tau": 2.0})
     board = EventAccumulator(str(out / "tensorboard")).Reload()
-    assert [(point.step, point.value) for point in board.Scalars("kept_step")] == [(n, 2) for n in (2, 4, 6, 8, 10)]
+    steps = [(point.step, point.value) for point in board.Scalars("kept_step")]
+    assert steps == [(0, 0), *((n, 2) for n in (2, 4, 6, 8, 10))]
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> None:
@@ -173,10 +188,10 @@ def test_all_ranks_decide_the_same(overfit: dict[str, Any], tmp_path: Path) -> N
     tiny_run.train_on_ranks(2, tmp_path, [{"kind": "eagle", "values": {**values, "steps": 4}}])
     more = {"kind": "eagle", "values": {**values, "patience": 3}, "resume": True}
     tiny_run.train_on_ranks(2, tmp_path, [more])
-    assert kept(tmp_path / "run")["step"] == 2
-    assert StateFolder(tmp_path / "run").latest() == StateFolder.tag(8)
-    assert tiny_run.train_here("eagle", {**values, "patience": 4}, resume=True).progress.step == 10
-    assert kept(tmp_path / "run")["step"] == 2
+    assert kept(tmp_path / "run")["step"] == 0
+    assert StateFolder(tmp_path / "run").latest() == StateFolder.tag(6)
+    assert tiny_run.train_here("eagle", {**values, "patience": 5}, resume=True).progress.step == 10
+    assert kept(tmp_path / "run")["step"] == 0
 
 
 def test_a_damaged_best_is_named(learning: dict[str, Any], tmp_path: Path) -> None:

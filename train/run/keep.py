@@ -1,8 +1,9 @@
 """Which weights a run exports, the best by tau or the last (``keep``), and when it stops early (``patience``).
 
 A measurement is judged by the mean of its tau and the tau before it, so that noise in one of them does not choose. The
-measurement before the first step does not count. ``state/best.safetensors`` holds the best weights, with their
-provenance as metadata. It is replaced as a whole, so a kill leaves the old best or the new one.
+measurement before the first step counts only with ``init_from``: a training that makes a drafter worse exports it
+unchanged. ``state/best.safetensors`` holds the best weights, with their provenance as metadata. It is replaced as a
+whole, so a kill leaves the old best or the new one.
 """
 
 import json
@@ -40,16 +41,18 @@ class Keeper:
         self.config, self.progress = config, progress
         self.path = best_path(config.out)
         stored = read_best(config) if resumed and ranks.is_first else None
-        best = [stored["best"]["step"], stored["best"]["tau"]] if stored else [0, 0.0]
-        step, self.tau = ranks.total(torch.tensor(best, dtype=torch.float64, device=device)).tolist()
-        self.step = int(step)  # 0: none
+        best = [1 + stored["best"]["step"], stored["best"]["tau"]] if stored else [0, 0.0]
+        behind, self.tau = ranks.total(torch.tensor(best, dtype=torch.float64, device=device)).tolist()
+        self.step = int(behind) - 1 if behind else None
 
     def judge(self, tau: float) -> bool:
         """Take in the ``tau`` of the current step; return True if it is the best, so that its weights are kept."""
+        if not self.progress.step and self.config.init_from is None:
+            return False
         taus = self.progress.taus
         taus.append((self.progress.step, tau))
         mean = fmean(tau for _, tau in taus[-2:])
-        if not self.config.keeps_best or (self.step and mean <= self.tau):
+        if not self.config.keeps_best or (self.step is not None and mean <= self.tau):
             return False
         self.step, self.tau = self.progress.step, mean
         return True
@@ -60,7 +63,7 @@ class Keeper:
 
     def figures(self) -> dict[str, float]:
         """For metrics.jsonl: the best step and its tau, or nothing."""
-        return {"kept_step": self.step, "kept_tau": self.tau} if self.step else {}
+        return {"kept_step": self.step, "kept_tau": self.tau} if self.step is not None else {}
 
     def save(self, weights: dict[str, Tensor], training: dict[str, Any]) -> None:
         """Write the best weights and their provenance; raises OSError, and the old file stays."""
@@ -99,8 +102,8 @@ def read_best(config: TrainConfig) -> dict[str, Any] | None:
         ) from error
 
 
-def out_of_patience(config: TrainConfig, taus: list[tuple[int, float]], best_step: int) -> bool:
-    """Whether ``config.patience`` measurements (step, tau) or more follow the one of ``best_step``; 0: no best yet."""
-    if config.patience is None or not best_step:
+def out_of_patience(config: TrainConfig, taus: list[tuple[int, float]], best_step: int | None) -> bool:
+    """Whether ``config.patience`` measurements (step, tau) or more follow the one of ``best_step``, if it is known."""
+    if config.patience is None or best_step is None:
         return False
     return sum(step > best_step for step, _ in taus) >= config.patience

@@ -309,7 +309,7 @@ class TrainRun:
         weights = self._weights()
         figures = self._tau_figures(weights, bar)
         tau = float(self._total([figures.get(TAU, 0.0)]))  # of all ranks, which so decide the same; 0: not measured
-        if tau and step and keeper.judge(tau):
+        if tau and keeper.judge(tau):
             training = self._provenance()
             if self.ranks.is_first:
                 keeper.save(weights, training)
@@ -317,7 +317,7 @@ class TrainRun:
             figures |= keeper.figures()
             self.metrics.add(step, figures)
             shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_tau" in name)
-            bar.write(f"step {step}: {shown}" + (f" (of step {keeper.step})" if keeper.step else ""))
+            bar.write(f"step {step}: {shown}" + (f" (of step {keeper.step})" if keeper.step is not None else ""))
             if keeper.out_of_patience():
                 bar.write(f"step {step}: stopped, no gain in {self.config.patience} measurements (patience)")
         spent = time.monotonic() - began if self.ranks.is_first else 0.0
@@ -334,7 +334,7 @@ class TrainRun:
                 if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                     raise  # a bug: show the trace
                 raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
-            exports = f"; step {self.keeper.step} stays the best" if self.keeper.step else ""
+            exports = f"; step {self.keeper.step} stays the best" if self.keeper.step is not None else ""
             bar.write(f"warning: tau is not measured any more ({error}){exports}; {TAU_FIX}")
             self.tau = None  # the run goes on
             return {}
@@ -369,7 +369,7 @@ class TrainRun:
 
     def _export(self) -> None:
         """Write the best drafter so far, or else the drafter as it is now, into the top of the run folder."""
-        kept = self.keeper.step > 0  # on all ranks or on none
+        kept = self.keeper.step is not None  # on all ranks or on none
         weights, training = ({}, {}) if kept else (self._weights(), self._provenance())
         if not self.ranks.is_first:
             return

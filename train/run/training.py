@@ -73,12 +73,12 @@ def finished_at(config: TrainConfig, train: Source) -> int | None:
     last = config.last_step(TrainData(train, config).steps_in)
     by_step, by_clock = last is not None and step >= last, config.minutes and seconds >= 60 * config.minutes
     best = read_best(config)
-    kept = best["steps"] if best else 0
+    kept = best["steps"] if best else None
     if not by_step and not by_clock and not out_of_patience(config, progress.get("taus", []), kept):
         return None
     exported = read_object(config.out / config.provenance_file).get("training", {}).get("steps")
     summary = read_object(config.out / "summary.json")
-    whole = exported == (kept or step) and (config.out / config.weights_file).is_file()
+    whole = exported == (step if kept is None else kept) and (config.out / config.weights_file).is_file()
     return step if whole and summary.get("ended") == "finished" and summary.get("steps") == step else None
 
 
@@ -104,6 +104,7 @@ def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, 
     what = "Measure it:" if here else "Measure it on a file of held-out ShareGPT dialogues or Spec-Bench questions:"
     best = read_best(config)
     which = f", of step {best['steps']:,} with tau {best['best']['tau']:.3f} (keep: best)" if best else ""
+    which += f"; no step was better than {config.init_from}" if best and not best["steps"] else ""
     return f"{config.out} {done} at step {step:,}{more}\nThe drafter: {config.out}{which}\n{what}\n  {line}"
 
 
