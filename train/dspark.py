@@ -36,6 +36,9 @@ class DSparkConfig(DFlashConfig):
     target_weight: Weight = 1.8
     gamma: float | None = Field(None, ge=0.1, description="of exponential weights, in positions; null: 4")
     confidence_weight: Weight = Field(1.0, description="weight of the confidence head's cross-entropy")
+    start: Literal["random", "regression"] = Field(
+        "random", description="first weights of the Markov head: docs/training-options.md"
+    )
 
     @property
     def decay(self) -> float:
@@ -44,6 +47,21 @@ class DSparkConfig(DFlashConfig):
     @property
     def trains_lm_head(self) -> bool:
         return True  # the Markov head
+
+    @property
+    def solves_weights(self) -> bool:
+        return self.start == "regression"
+
+    @model_validator(mode="after")
+    def _can_solve(self) -> Self:
+        if self.start == "regression" and self.head.markov_head == "rnn":
+            raise ValueError(
+                "start: regression fits a Markov head without memory, and markov_head is rnn; set start=random, or "
+                "markov_head=vanilla"
+            )
+        if self.start == "regression" and self.init_from is not None:
+            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
+        return self
 
     @model_validator(mode="after")
     def _trains_its_confidence(self) -> Self:
@@ -70,7 +88,8 @@ from torch import Tensor
 from drafters.model.ends import FrozenEnds
 from train.core.losses import Pairs
 from train.core.task import Ratio
-from train.data.packing import Batch
+from train.data.bigrams import fit_markov
+from train.data.packing import Batch, Source
 from train.dflash import DFlashTask
 
 
@@ -94,6 +113,9 @@ class DSparkTask(DFlashTask):
         self.heads.correction = head.markov_head.markov_w2
         # The loss multiplies with W2; W1 is an embedding.
         self.lm_heads = (*self.lm_heads, "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+
+    def fit(self, train: Source) -> None:
+        fit_markov(self, train)
 
     def conditional(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         head: Any = self.module
