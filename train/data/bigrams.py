@@ -77,6 +77,6 @@ def _parts(task: Any, train: Source) -> Iterator[tuple[Tensor, Tensor]]:
         count += len(rows)
         batch = complete(train, batch, ()).to(device, torch.float32)
         for some in rows.split(size):
-            features, before = (each.flatten(0, 1)[some] for each in (batch.features, batch.input_ids[..., None]))
+            features, before = batch.features.flatten(0, 1)[some], batch.input_ids.flatten()[some]
             log_p = task.heads.sliced(features).float().log_softmax(-1).clamp_min(FLOOR)
-            yield before[:, 0], log_p - log_p.mean(-1, keepdim=True)
+            yield before, log_p - log_p.mean(-1, keepdim=True)
