@@ -1,8 +1,8 @@
 """Solve for the first weights of a DSpark Markov head: the target's mean scores of a token, given the one before it.
 
-W2 W1[x] is the rank-r matrix that is nearest to the mean of log p(next | text) over positions with the token x, less
-the mean over all positions. The rows are weighted by the tokens' counts. Training then changes what the states of the
-slots already say. The SVD is randomised (Halko et al. 2011, algorithm 5.1), so no matrix of V x V is held.
+W1 W2^T is the rank-r matrix nearest to M ``[V, N]``. Row x of M is the mean of log p(next | text) over positions with
+the token x, less the mean over all positions. Rows are weighted by the square roots of the tokens' counts. The SVD is
+randomised (Halko et al. 2011, algorithm 5.1), so M is never held.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from train.data.packing import Source, collate, complete, epoch_batches
 from train.data.regression import PART_TOKENS
 
 POSITIONS = 300_000  # trained positions that are read
-PRIOR = 20.0  # positions with the mean of all that each token's mean includes: keeps the scores of rare tokens small
+PRIOR = 20.0  # positions with score 0 that are added to each token's: keeps the scores of rare tokens small
 FLOOR = -15.0  # of log p, so that impossible tokens do not decide
 OVERSAMPLED = 16  # directions beyond the rank
 
@@ -34,7 +34,7 @@ def fit_markov(task: Any, train: Source) -> None:
     vocab, rank, tokens = len(previous), head.rank, task.heads.sliced.out_features
     width, device = min(rank + OVERSAMPLED, vocab, tokens), task.ends.embed.weight.device
 
-    # Range: the mean scores behind each token, times random directions.
+    # Range: M times random directions.
     generator = torch.Generator().manual_seed(task.config.seed)
     directions = torch.randn(tokens, width, generator=generator).to(device)
     counts, mean = torch.zeros(vocab, device=device), torch.zeros(tokens, device=device)
@@ -54,15 +54,15 @@ def fit_markov(task: Any, train: Source) -> None:
     for before, log_p in _parts(task, train):
         projected += weighted[before].T @ (log_p - mean)
     left, sizes, right = torch.linalg.svd(projected, full_matrices=False)
-    kept = min(rank, width)
-    first = basis @ left[:, :kept] * sizes[:kept].sqrt() / counts.clamp_min(1).sqrt()[:, None]
-    second = right[:kept].T * sizes[:kept].sqrt()
-    balance = (first.norm() / second.norm()).sqrt()  # one learning rate suits both
+    columns = min(rank, width)
+    w1 = basis @ left[:, :columns] * sizes[:columns].sqrt() / counts.clamp_min(1).sqrt()[:, None]
+    w2 = right[:columns].T * sizes[:columns].sqrt()
+    balance = (w1.norm() / w2.norm()).sqrt()  # equal norms, because both have one learning rate
 
     scale = 2 if head.kind == "gated" else 1  # its gates begin at 1/2
-    previous.zero_()[:, :kept] = scale * first / balance
+    previous.zero_()[:, :columns] = scale * w1 / balance
     rows = ids.to(device).long() if ids is not None and len(scores) > len(ids) else slice(None)
-    scores.zero_()[rows, :kept] = second * balance
+    scores.zero_()[rows, :columns] = w2 * balance
 
 
 def _parts(task: Any, train: Source) -> Iterator[tuple[Tensor, Tensor]]:

@@ -42,8 +42,8 @@ class Keeper:
         self.path = best_path(config.out)
         stored = read_best(config) if resumed and ranks.is_first else None
         best = [1 + stored["best"]["step"], stored["best"]["tau"]] if stored else [0, 0.0]
-        behind, self.tau = ranks.total(torch.tensor(best, dtype=torch.float64, device=device)).tolist()
-        self.step = int(behind) - 1 if behind else None
+        count, self.tau = ranks.total(torch.tensor(best, dtype=torch.float64, device=device)).tolist()
+        self.step = int(count) - 1 if count else None  # a step of 0 is a best, too
 
     def judge(self, tau: float) -> bool:
         """Take in the ``tau`` of the current step; return True if it is the best, so that its weights are kept."""
