@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds
-from train.data import bigrams
+from train.data import bigrams, regression
 from train.data.draft_vocab import find_frequent
 from train.dspark import DSparkTask
 from train.run.files import read_metrics
@@ -48,7 +48,7 @@ def test_the_nearest_matrix_of_the_rank(
 ) -> None:  # fmt: skip
     """Catches scores of the wrong next token, rows of prompts, rare tokens that count as much as others, parts that
     are not added up, rows of W2 of other tokens, and a gate that halves the scores."""
-    monkeypatch.setattr(bigrams, "PART_TOKENS", 40)  # so that there are several parts
+    monkeypatch.setattr(regression, "PART_TOKENS", 40)  # so that there are several parts
     task = task_of(folder, ends, head=HEAD | {"markov_head": kind}, loss_vocab=loss_vocab)
     find_frequent(task, store)
     ids = torch.arange(tiny.VOCAB_SIZE) if loss_vocab is None else task.heads.ids.long()

@@ -48,10 +48,6 @@ class DSparkConfig(DFlashConfig):
     def trains_lm_head(self) -> bool:
         return True  # the Markov head
 
-    @property
-    def solves_weights(self) -> bool:
-        return self.start == "regression"
-
     @model_validator(mode="after")
     def _can_solve(self) -> Self:
         if self.start == "regression" and self.head.markov_head == "rnn":
@@ -59,8 +55,6 @@ class DSparkConfig(DFlashConfig):
                 "start: regression fits a Markov head without memory, and markov_head is rnn; set start=random, or "
                 "markov_head=vanilla"
             )
-        if self.start == "regression" and self.init_from is not None:
-            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
         return self
 
     @model_validator(mode="after")

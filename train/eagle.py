@@ -37,10 +37,6 @@ class EagleConfig(TrainConfig):
     unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")
     unroll_weight: Weight = Field(1.0, gt=0, description="factor on the loss of each further prediction")
 
-    @property
-    def solves_weights(self) -> bool:
-        return self.start == "regression"
-
     @model_validator(mode="after")
     def _has_what_to_feed_back(self) -> Self:
         inputs = self.head.inputs
@@ -48,8 +44,6 @@ class EagleConfig(TrainConfig):
             raise ValueError(f"unroll: {self.unroll} feeds features back, and inputs: token has none; set unroll=1")
         if self.start == "regression" and not self.head.has_fc:
             raise ValueError(f"start: regression fits fc, and inputs: {inputs} has none; set start=random")
-        if self.start == "regression" and self.init_from is not None:
-            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
         return self
 
 

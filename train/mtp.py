@@ -50,10 +50,6 @@ class MTPConfig(TrainConfig):
     def starts_in_target(self) -> bool:
         return self.start == "target" and self.init_from is None
 
-    @property
-    def solves_weights(self) -> bool:
-        return self.start == "regression" and self.init_from is None
-
 
 if __name__ == "__main__":  # before torch is imported: a mistyped key is answered at once
     program(MTPConfig, __doc__)

@@ -207,7 +207,7 @@ class TrainConfig(Config):
     @property
     def solves_weights(self) -> bool:
         """Whether some new weights are solved for from the training data."""
-        return False
+        return getattr(self, "start", None) == "regression"
 
     @property
     def measured_by(self) -> dict[str, Any]:
@@ -285,6 +285,8 @@ class TrainConfig(Config):
     def _fits_together(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no limit given: set steps, epochs or minutes")
+        if self.solves_weights and self.init_from is not None:
+            raise ValueError(f"start: regression replaces weights of init_from: {self.init_from}; set start=random")
         if self.lora is not None and self.lora_base is None:
             raise ValueError("lora needs a trained drafter: set init_from, or leave lora out")
         if self.lora is not None and self.trains_lm_head:  # the loss multiplies with its weights as they are

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.data.packing import Source, collate, complete, epoch_batches
-from train.data.regression import PART_TOKENS
+from train.data.packing import Source
+from train.data.regression import trained_parts
 
 POSITIONS = 300_000  # trained positions that are read
 PRIOR = 20.0  # positions with score 0 that are added to each token's: keeps the scores of rare tokens small
@@ -68,14 +68,8 @@ def fit_markov(task: Any, train: Source) -> None:
 def _parts(task: Any, train: Source) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens int64 ``[n]`` and the target's log p of the next one, less its mean over tokens, ``[n, N]``, part by part,
     of about ``POSITIONS`` trained positions."""
-    count, size, device = 0, task.heads.rows_at_once(task.heads.sliced), task.ends.embed.weight.device
-    for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
-        if count >= POSITIONS:
-            return
-        batch = collate(train, part, ())
-        rows = task.rows(batch)
-        count += len(rows)
-        batch = complete(train, batch, ()).to(device, torch.float32)
+    size = task.heads.rows_at_once(task.heads.sliced)
+    for batch, rows in trained_parts(task, train, POSITIONS):
         for some in rows.split(size):
             features, before = batch.features.flatten(0, 1)[some], batch.input_ids.flatten()[some]
             log_p = task.heads.sliced(features).float().log_softmax(-1).clamp_min(FLOOR)

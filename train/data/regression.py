@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from train.core.task import target_states
-from train.data.packing import Source, collate, complete, epoch_batches
+from train.data.packing import Batch, Source, collate, complete, epoch_batches
 
 ROWS = 16  # rows of the least squares for each input
 PART_TOKENS = 4096  # tokens of the dialogues that are read together
@@ -79,13 +79,7 @@ def _pairs(
     task: Any, train: Source, wanted: int, enter: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs ``[n, 2 H]`` and targets ``[n, H]`` of fc, part by part, up to about ``wanted`` rows."""
-    device, count = task.ends.embed.weight.device, 0
-    for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
-        if count >= wanted:
-            return
-        batch = collate(train, part, task.config.taps)
-        rows = task.rows(batch)
-        batch = complete(train, batch, task.config.taps).to(device, torch.float32)
+    for batch, rows in trained_parts(task, train, wanted, task.config.taps):
         read = batch.input_ids.roll(-task.token_shift, dims=1).flatten()[rows]
         features, targets = (
             task.features(batch).flatten(0, 1)[rows],
@@ -93,7 +87,18 @@ def _pairs(
         )
         first = batch.position_ids.flatten()[rows] == 0
         yield enter(features, task.ends.embed(read).float(), first), targets
+
+
+def trained_parts(task: Any, train: Source, wanted: int, taps: tuple[int, ...] = ()) -> Iterator[tuple[Batch, Tensor]]:
+    """Batches of ``train`` in float32 on the target's device, and their trained positions: about ``wanted`` in all."""
+    device, count = task.ends.embed.weight.device, 0
+    for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
+        if count >= wanted:
+            return
+        batch = collate(train, part, taps)
+        rows = task.rows(batch)
         count += len(rows)
+        yield complete(train, batch, taps).to(device, torch.float32), rows
 
 
 def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor) -> Tensor:
