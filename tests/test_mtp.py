@@ -304,7 +304,7 @@ def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_
     assert all(torch.equal(value, head.state_dict()[name]) for name, value in task.module.state_dict().items())
     config = tiny_run.read("mtp", settings | {"head": {"kind": "mimo"}})
     with pytest.raises(
-        ValueError, match="head.kind is mimo, and of the MTP layers of .* it is qwen; set head.kind=qwen, or start=reg"
+        ValueError, match="head.kind is mimo, but the MTP layers of .* have qwen; set head.kind=qwen, or start=reg"
     ):
         make_task(config, open_inputs(config).ends).load()
 

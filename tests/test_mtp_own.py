@@ -142,7 +142,7 @@ def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
         load_own(str(tmp_path / "shards"))
     with_layer(tmp_path / "some", "qwen")
     target = TargetModel.from_pretrained(str(tmp_path / "some"), "float32", "cpu")
-    with pytest.raises(ValueError, match="kind is mimo, and of the MTP layers of .* qwen; leave it out"):
+    with pytest.raises(ValueError, match="kind is mimo, but the MTP layers of .* have qwen; leave it out"):
         make_drafter("mtp", target, kind="mimo")
     for options, message in (
         ({"tree": "chain", "paths": [[0]]}, "paths is given, and tree=chain does not read it"),

@@ -113,7 +113,7 @@ class MTPTask(UnrolledTask):
         if wrong:
             more = f" unroll={keys['layers']}" if "layers" in wrong and keys["layers"] > 1 else ""
             raise ValueError(
-                f"head.{wrong[0]} is {getattr(config.head, wrong[0])}, and of the MTP layers of {config.target} it is "
+                f"head.{wrong[0]} is {getattr(config.head, wrong[0])}, but the MTP layers of {config.target} have "
                 f"{keys[wrong[0]]}; set {' '.join(f'head.{key}={str(keys[key]).lower()}' for key in wrong)}{more}, or "
                 "start=regression for new layers"
             )

@@ -240,7 +240,7 @@ class MTPDrafter(LearnedDrafter):
         keys, weights = load_own(name, target.revision)
         for key in ("kind", "layers"):
             if asked.get(key, keys[key]) != keys[key]:
-                raise ValueError(f"{key} is {asked[key]}, and of the MTP layers of {name} {keys[key]}; leave it out")
+                raise ValueError(f"{key} is {asked[key]}, but the MTP layers of {name} have {keys[key]}; leave it out")
         drafter = cls.from_weights(target, weights, keys | options)
         drafter.refuse_unread(options)
         return drafter
