@@ -92,15 +92,20 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 def _by_gram(x: Tensor) -> Tensor:
     """The same iteration in products of the smaller X X^T: each factor a + b G + c G^2 commutes with G (Gram
-    Newton-Schulz, Zhang et al. 2026, dao-lab.ai/blog/2026/gram-newton-schulz). It needs float32."""
-    square, way = x @ x.T, None
-    for left in reversed(range(TIMES)):
-        factor = torch.addmm(square, square, square, beta=B, alpha=C)
-        factor.diagonal().add_(A)
-        way = factor if way is None else factor @ way
-        if left:
-            square = factor @ (factor @ square)
+    Newton-Schulz, Dao AI Lab 2026, dao-lab.ai/blog/2026/gram-newton-schulz). bf16 is too coarse for it."""
+    square = x @ x.T
+    factor = way = _factor(square)
+    for _ in range(TIMES - 1):
+        square = factor @ (factor @ square)
+        factor = _factor(square)
+        way = factor @ way
     return way @ x
+
+
+def _factor(square: Tensor) -> Tensor:
+    factor = torch.addmm(square, square, square, beta=B, alpha=C)
+    factor.diagonal().add_(A)
+    return factor
 
 
 def _dtype(device: torch.device) -> torch.dtype:
