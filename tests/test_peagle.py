@@ -119,7 +119,7 @@ def test_the_loss_of_all_depths(settings: dict[str, Any], more: dict[str, Any]) 
         place = row - span.start
         tokens = task.ends.embed(span.of(batch.input_ids))
         target = span.of(batch.features)[place + 1] @ task.ends.lm_head.weight.T
-        if int(target.argmax()) not in ids.tolist():
+        if config.mask_uncovered and int(target.argmax()) not in ids.tolist():
             continue
         p = target[ids].softmax(-1)
         for depth in range(3):

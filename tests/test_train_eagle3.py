@@ -65,7 +65,7 @@ def test_taps_that_the_target_decides_are_those_of_the_run(settings: dict[str, A
 LOSSES = [
     {"draft_vocab": 60},
     NEWER,
-    {"draft_vocab": 60, "mask_uncovered": False},
+    {"draft_vocab": 60, "mask_uncovered": True},
     {"sliding_window": 4},
     {"layers": 2},
 ]

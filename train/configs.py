@@ -57,7 +57,7 @@ class Eagle3Config(TrainConfig):
     ttt_steps: int = Field(7, ge=1, le=16, description="steps of the training-time test")
     ttt_from: float = Field(0.0, ge=0, lt=1, description="share of the run that trains only the first of these steps")
     step_decay: Decay = Field(0.8, description="weight of each step's loss, as a share of the one before")
-    mask_uncovered: bool = Field(True, description="leave out positions whose likeliest token is no draft token")
+    mask_uncovered: bool = Field(False, description="leave out positions whose likeliest token is no draft token")
 
     @property
     def one_pass_until(self) -> float:

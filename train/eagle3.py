@@ -40,7 +40,8 @@ class Eagle3Task(UnrolledTask):
     p     = softmax over the draft vocabulary of the target's logits,  q^n of the head's
     L     = sum_n w^n CrossEntropy(p_{i+n+2}, q^n_i),  w = step_decay, or the config's classification_loss
 
-    The gradient flows through what is fed back. Positions whose likeliest token is no draft token are left out.
+    The gradient flows through what is fed back. As in the official code, ``mask_uncovered`` leaves out positions whose
+    likeliest token is no draft token; it needs the target's whole LM head.
     In the first ``ttt_from`` of the run only step 0 is trained, which sees several times the positions in a minute.
     """
 
