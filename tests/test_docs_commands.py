@@ -65,7 +65,7 @@ def test_the_command_is_understood(page: str, line: str, monkeypatch: pytest.Mon
         words = line.split()
         assert words[0] in OTHERS, line
         if words[0] == "make":
-            words = line.partition("#")[0].split()
+            words = shlex.split(line, comments=True)
             file, goals = (words[2], words[3:]) if words[1] == "-f" else ("Makefile", words[1:])
             goal = next((word for word in goals if "=" not in word), "all")
             assert re.search(rf"^\.PHONY:.*\b{goal}\b", (ROOT / file).read_text(), re.M), line
