@@ -292,7 +292,7 @@ def test_later_steps_begin_late(settings: dict[str, Any]) -> None:
 
 
 def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches new weights where the target has some, and a layer of another kind."""
+    """Catches new weights where the target has some, a layer of another kind, and weights that a start replaces."""
     head = with_layer(tmp_path / "own", "qwen")
     stores = tiny_run.write_stores(
         tmp_path / "stores", TargetModel.from_pretrained(str(tmp_path / "own"), "float32", "cpu")
@@ -307,6 +307,8 @@ def test_a_training_begins_with_the_targets_layer(settings: dict[str, Any], tmp_
         ValueError, match="head.kind is mimo, but the MTP layers of .* have qwen; set head.kind=qwen, or start=reg"
     ):
         make_task(config, open_inputs(config).ends).load()
+    with pytest.raises(ValueError, match="start: regression replaces weights of init_from: runs/other"):
+        tiny_run.read("mtp", settings | {"start": "regression", "init_from": "runs/other"})
 
 
 def test_a_dry_run_finds_the_first_weights(settings: dict[str, Any], tmp_path: Path) -> None:
