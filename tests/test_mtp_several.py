@@ -265,5 +265,7 @@ def test_what_does_not_train_all_layers_is_refused(tmp_path: Path) -> None:
     ):
         tiny_run.read("mtp", values | {"unroll": 3})
     config = tiny_run.read("mtp", values | {"head": {"kind": "qwen"}, "unroll": 3})
-    with pytest.raises(ValueError, match="head.layers is 1, but the MTP layers of .* have 2; set head.layers=2 unroll=2, or"):
+    with pytest.raises(
+        ValueError, match="head.layers is 1, but the MTP layers of .* have 2; set head.layers=2 unroll=2, or"
+    ):
         make_task(config, open_inputs(config).ends).load()
