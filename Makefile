@@ -1,7 +1,7 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
 # make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (45 minutes)
-# make real-answers the first steps of it: the model and its answers; real-target: the model. MODEL=qwen, qwen-1.5b: other models
-#                  MODEL=qwen: with Qwen2.5-Coder-0.5B-Instruct, four times slower
+#                  MODEL=qwen: with Qwen2.5-Coder-0.5B-Instruct, four times slower; MODEL=qwen-1.5b: with the 1.5B model
+# make real-target  its first step, the model; real-answers: also the model's answers
 # make suite       every drafter on the shipped target, trained and training-free, on one page
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make docs        the documentation as a site with a reference of every module: runs/site/index.html

@@ -103,6 +103,7 @@ def _by_gram(x: Tensor) -> Tensor:
 
 
 def _factor(square: Tensor) -> Tensor:
+    """a + b G + c G^2."""
     factor = torch.addmm(square, square, square, beta=B, alpha=C)
     factor.diagonal().add_(A)
     return factor

@@ -90,7 +90,7 @@ def _pairs(
 
 
 def trained_parts(task: Any, train: Source, wanted: int, taps: tuple[int, ...] = ()) -> Iterator[tuple[Batch, Tensor]]:
-    """Batches of ``train`` in float32 on the target's device, and their trained positions: about ``wanted`` in all."""
+    """Batches of ``train`` in float32 on the target's device, with their trained positions, about ``wanted`` in all."""
     device, count = task.ends.embed.weight.device, 0
     for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
         if count >= wanted:
