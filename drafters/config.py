@@ -34,7 +34,7 @@ def _engine(name: object) -> object:
     return name
 
 
-Engine = Annotated[Literal["graphs", "fused", "stock"], BeforeValidator(_engine)]
+Engine = Annotated[Literal["compiled", "graphs", "fused", "stock"], BeforeValidator(_engine)]
 Quantization = Literal["int8", "int4"]
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # auto: what the device multiplies fast (precision.py)

@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from drafters.config import Quantization
 from drafters.model import backend
 from drafters.model.cache import KVCache, StorageRows
+from drafters.model.elementwise import add_norm, gate, turn, weigh
 from drafters.model.linear import EXPERTS, Product
 from drafters.model.loading import has_hooks
 from drafters.model.rows import Angles
@@ -79,6 +80,7 @@ class FusedAttention:
         self.groups = self.query_heads // self.key_heads
         self.few = backend.attention(attention.q_proj.weight, self.head_dim, self.groups)
         self.head_norm: Tensor | None = None
+        self.eps = 0.0
         if hasattr(attention, "q_norm"):  # Qwen3: over each head, before RoPE
             self.eps = attention.q_norm.variance_epsilon
             norms = [attention.q_norm.weight] * self.query_heads + [attention.k_norm.weight] * self.key_heads
@@ -98,10 +100,7 @@ class FusedAttention:
         batch, rows, _ = hidden.shape
         heads = self.heads(hidden).view(batch, rows, -1, self.head_dim)
         turned, values = heads.split_with_sizes((self.query_heads + self.key_heads, self.key_heads), dim=2)
-        if self.head_norm is not None:
-            turned = F.rms_norm(turned, (self.head_dim,), eps=self.eps) * self.head_norm
-        cos, sin = angles
-        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
+        turned = turn(turned, *angles, self.head_norm, self.eps)
         queries, keys = turned.split_with_sizes((self.query_heads, self.key_heads), dim=2)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if cache is not None:
@@ -137,10 +136,7 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
     """Attention of ``queries [B, heads, R, D]`` over ``keys`` and ``values [B, heads, S, D]``; scores in float32."""
     wide: Any = {} if queries.dtype == torch.float32 else {"out_dtype": torch.float32}
     scores = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), **wide)
-    scores = scores.view(*queries.shape[:3], -1) * scale
-    if bias is not None:
-        scores = scores + bias
-    return scores.softmax(-1).to(values.dtype) @ values
+    return weigh(scores.view(*queries.shape[:3], -1), scale, bias, values.dtype) @ values
 
 
 class FusedMLP:
@@ -157,8 +153,7 @@ class FusedMLP:
         """``[B, R, H]`` -> ``[B, R, H]``."""
         if self.experts is not None:
             return self.experts(hidden)
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        return self.down(gate(self.gate_up(hidden), self.activation))
 
 
 class FusedLayer:
@@ -201,8 +196,11 @@ class FusedLayer:
             around_attention, around_mlp = self.convs
             hidden = hidden + around_attention(normed, lambda rows: self.attention(rows, angles, bias, cache, index))
             return hidden + around_mlp(self.mlp_norm(hidden), self.mlp)
-        hidden = hidden + self.attention(normed, angles, bias, cache, index)
-        return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
+        attended = self.attention(normed, angles, bias, cache, index)
+        if self.mlp is None:
+            return hidden + attended
+        hidden, normed = add_norm(hidden, attended, self.mlp_norm.weight, self.mlp_norm.eps)
+        return hidden + self.mlp(normed)
 
     def quantize(self, layer: Any, kind: Quantization) -> None:
         """Quantise the projections and take their weights from the stock ``layer``, which cannot run any more.

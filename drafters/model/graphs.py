@@ -24,6 +24,7 @@ from drafters.common.wording import first_line
 from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage, StorageRows
 from drafters.model.check import FAILURES, most_allowed, off
+from drafters.model.elementwise import compiling
 from drafters.model.files import collect_memory
 from drafters.model.rows import CHAIN, Angles, BufferedRows, Placed, Rows
 from drafters.model.runner import Part, Runner, Taps, attention_kernels
@@ -85,7 +86,8 @@ class Captured:
     def forward(self) -> None:
         """The operations that are captured; every input is a buffer, every shape is fixed."""
         cache = StorageRows(self.storage, self.rows.slots(), self.rows.end)
-        self.outputs = self.runner.operations(self.part, self.inputs, cache, self.rows, self.taps)
+        with compiling(self.runner.engine == "compiled"):
+            self.outputs = self.runner.operations(self.part, self.inputs, cache, self.rows, self.taps)
 
 
 class GraphRunner(Runner):
@@ -228,6 +230,12 @@ def synchronising() -> Iterator[list[str]]:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
+
+
+class CompiledRunner(GraphRunner):
+    """The engine "compiled": captured fused layers, with compiled operations between their products."""
+
+    engine: Engine = "compiled"
 
 
 class StockGraphRunner(GraphRunner, StockRunner):

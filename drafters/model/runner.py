@@ -1,7 +1,7 @@
 """The one way to run layers: an engine, chosen once, for ranges of a target's layers and for learned heads.
 
 An engine makes its own of transformers' modules, and runs a ``Part`` of them over a cache. Here is "fused";
-"graphs" is in graphs.py, and "stock", which runs a target whole, in stock.py.
+"graphs" and "compiled" are in graphs.py, and "stock", which runs a target whole, in stock.py.
 """
 
 import threading

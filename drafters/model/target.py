@@ -21,7 +21,7 @@ from drafters.model.check import check_target
 from drafters.model.files import rope_depends_on_length, sliding_windows
 from drafters.model.fingerprint import of_model
 from drafters.model.fused import FusedLayer, FusedNorm, why_not
-from drafters.model.graphs import GraphRunner, StockGraphRunner, differs_from_layers
+from drafters.model.graphs import CompiledRunner, GraphRunner, StockGraphRunner, differs_from_layers
 from drafters.model.linear import Product, quantize_linears
 from drafters.model.loading import DeviceMap, has_hooks, layer_devices, load_model
 from drafters.model.quantised import quantisation, unpack
@@ -54,9 +54,10 @@ class TargetModel:
         name: name in checkpoints and messages; by default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
         engine: "fused" runs layers rewritten for decoding, "stock" the model's own forward, "graphs" one of them on
-            fixed shapes, captured as CUDA graphs. None takes fused layers if the model has them, else stock, and on
-            CUDA captures them. All the same up to rounding; but only "stock" calls hooks set on the model's modules
-            later, and on a CPU fused layers copy the weights, which must not change any more.
+            fixed shapes, captured as CUDA graphs, "compiled" fused layers with compiled elementwise operations,
+            captured. None takes fused layers if the model has them, else stock, and on CUDA captures them. All the same
+            up to rounding; but only "stock" calls hooks set on the model's modules later, and on a CPU fused layers
+            copy the weights, which must not change any more.
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
@@ -330,13 +331,16 @@ class TargetModel:
     def _captured(self, engine: Engine | None) -> Runner:
         """Return a runner that captures graphs if it was asked for, or on a GPU if it passes the trial; else the
         present one."""
-        asked, present = engine == "graphs", self.runner
+        asked, present = engine in ("compiled", "graphs"), self.runner
         scopes = present.scopes if isinstance(present, StockRunner) else None
         if scopes == {} or not asked and (engine is not None or self.device.type != "cuda"):
             return present
         reason = self._why_uncaptured()
+        if engine == "compiled" and scopes is not None:
+            reason = "its layers are not rewritten for decoding"
         if reason is None:
-            runner = GraphRunner(self.model) if scopes is None else StockGraphRunner(self.model, scopes)
+            kind = CompiledRunner if engine == "compiled" else GraphRunner
+            runner = kind(self.model) if scopes is None else StockGraphRunner(self.model, scopes)
             reason = differs_from_layers(self, runner)
             if reason is None:
                 runner.free()  # no later cache uses the trial's
@@ -344,7 +348,7 @@ class TargetModel:
                 return runner
         if asked:
             raise ValueError(
-                f"engine 'graphs' cannot run {self.name}: {reason}; use engine {present.engine!r}, or none"
+                f"engine {engine!r} cannot run {self.name}: {reason}; use engine {present.engine!r}, or none"
             )
         logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
         return present
@@ -366,8 +370,8 @@ def choose_runner(model: PreTrainedModel, name: str, engine: Engine | None, capt
     Raises:
         ValueError: unknown engine; its layers cannot be fused though that was asked for, or cannot verify a tree.
     """
-    if engine not in (None, "graphs", "fused", "stock"):
-        raise ValueError(f"engine is {engine!r}; give graphs, fused or stock")
+    if engine not in (None, "compiled", "graphs", "fused", "stock"):
+        raise ValueError(f"engine is {engine!r}; give compiled, graphs, fused or stock")
     if engine != "stock":
         reasons = [reason for layer in decoder_layers(body_of(model)) if (reason := why_not(layer, model.config))]
         if method := quantisation(model.config):

@@ -1,0 +1,73 @@
+"""What fused layers compute between their products. On CUDA each operation is a launch; compiled, each function is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_compiled: ContextVar[bool] = ContextVar("compiled", default=False)
+# Compilations of one function: by dtype, width of the model and number of rows (one, a first number, any number).
+MOST_COMPILATIONS = 64
+
+
+@contextmanager
+def compiling(compiled: bool) -> Iterator[None]:
+    """Let torch.compile (Inductor, its results cached on disk) run this file's functions in this thread."""
+    token = _compiled.set(compiled)
+    try:
+        yield
+    finally:
+        _compiled.reset(token)
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Not at import: this loads the compiler.
+    return torch.compile(function, fullgraph=True)
+
+
+def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of tensors and numbers: inside ``compiling(True)`` its compiled form is called."""
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if not _compiled.get():
+            return function(*arguments)
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+            return _compile(function)(*arguments)
+
+    return call
+
+
+@compilable
+def turn(heads: Tensor, cos: Tensor, sin: Tensor, head_norm: Tensor | None, eps: float) -> Tensor:
+    """RoPE of ``heads [B, R, heads, D]``, after Qwen3's norm over each head; ``cos``, ``sin``: ``signed`` angles."""
+    if head_norm is not None:
+        heads = F.rms_norm(heads, heads.shape[-1:], eps=eps) * head_norm
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+@compilable
+def weigh(scores: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Attention weights ``[B, heads, R, S]`` in ``dtype``: the softmax of ``scores * scale + bias``."""
+    scores = scores * scale
+    return (scores if bias is None else scores + bias).softmax(-1).to(dtype)
+
+
+@compilable
+def add_norm(hidden: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``hidden + change``, and its RMSNorm."""
+    hidden = hidden + change
+    return hidden, F.rms_norm(hidden, weight.shape, weight, eps)
+
+
+@compilable
+def gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """``activation(gate) * up`` of ``both = [gate, up]``."""
+    gate, up = both.chunk(2, dim=-1)
+    return activation(gate) * up
