@@ -16,14 +16,15 @@ GAINS = {"spec_decode_num_drafts": 2, "spec_decode_num_draft_tokens": 8, "spec_d
 class ServedEngine(LoopbackServer):
     """``with ServedEngine() as server``: answers at ``server.url``.
 
-    A prompt with the word refuse, gone, hangup, slow or uncounted fails in that way.
+    A prompt with the word refuse, gone, hangup, slow, uncounted, wrong (an error event) or garbled fails in that way.
+    The first ``cut_pages`` pages of counters break off.
 
     Attributes:
         questions: texts that were asked, in order. busiest: most requests at the same time.
     """
 
-    def __init__(self, seconds: float = 0.002, counters: bool = True, fail: bool = True) -> None:
-        self.seconds, self.counters, self.fail = seconds, counters, fail
+    def __init__(self, seconds: float = 0.002, counters: bool = True, fail: bool = True, cut_pages: int = 0) -> None:
+        self.seconds, self.counters, self.fail, self.cut_pages = seconds, counters, fail, cut_pages
         self.questions: list[str] = []
         self.keys: list[str | None] = []
         self.busy = self.busiest = self.ended = 0
@@ -42,7 +43,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         engine = self.engine
-        if self.path == "/metrics" and engine.counters:
+        if self.path == "/metrics" and engine.cut_pages:
+            engine.cut_pages -= 1
+            self.close_connection = True
+            self.send_response(200)
+            self.send_header("Content-Length", "99")
+            self.end_headers()
+            self.wfile.write(b"vllm:")
+        elif self.path == "/metrics" and engine.counters:
             lines = [f'vllm:{name}_total{{engine="{rank}"}} {gain * engine.ended / 2}' for name, gain in GAINS.items()
                      for rank in (0, 1)]  # fmt: skip
             self.send("\n".join(["# TYPE vllm:num_requests_running gauge", *lines, "vllm:x_created 1.7e9", ""]))
@@ -92,6 +100,10 @@ class _Handler(BaseHTTPRequestHandler):
             if "hangup" in text:
                 self.close_connection = True
                 return
+            if "wrong" in text:
+                self.event({"error": {"message": "out of memory"}})
+            if "garbled" in text:
+                self.chunk(b"data: {\n\n")
         if body["stream_options"]["include_usage"] and "uncounted" not in text:
             self.event({"choices": [], "usage": {"completion_tokens": TOKENS}})
         self.end()

@@ -1,6 +1,6 @@
 """The engine "compiled": the same values as fused layers, few compilations, and what it refuses."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,13 +21,14 @@ def test_compiled_equals_fused(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Catches a function that torch cannot trace whole, another order of its arguments, and a switch left on. Without
     Inductor, which takes seconds for each shape."""
     traced: list[str] = []
+    whole = partial(torch.compile, fullgraph=True, backend="eager")
 
-    @cache
-    def compile_with_eager(function: Any) -> Any:
+    def note(function: Any) -> Any:
         traced.append(function.__name__)
-        return torch.compile(function, fullgraph=True, backend="eager")
+        return whole(function)
 
-    monkeypatch.setattr(elementwise, "_compile", compile_with_eager)
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(elementwise, "_compile", cache(elementwise._compile.__wrapped__))
     model = tiny.build(family)
     compiled = TargetModel(model, engine="compiled")
     assert compiled.engine == "compiled"

@@ -63,19 +63,27 @@ def test_each_prompt_counts_once_at_each_endpoint_and_number_of_requests(tmp_pat
 def test_failed_requests_are_counted_and_the_others_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a failure that ends the run, one that is lost, and a server's message that shows the API key."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
-    file = questions(tmp_path, "refuse", "hangup", "gone", "slow", "uncounted", "good", "better")
+    file = questions(tmp_path, "refuse", "hangup", "gone", "slow", "uncounted", "wrong", "garbled", "good", "better")
     with ServedEngine(fail=False) as plain, ServedEngine(counters=False) as server:
         report = run(file, tmp_path / "out", "--baseline", plain.url, "--endpoint", server.url, "--requests", "2",
                      "timeout=0.6", "parts=1")  # fmt: skip
         assert set(server.keys) == {"Bearer secret-key"}
     before, row = report["rows"]
-    assert before["failed"] == {} and before["answered"] == 7
-    assert row["failed"] == {"refused": 1, "disconnected": 2, "timeout": 1, "unreadable": 1} and row["answered"] == 2
+    assert before["failed"] == {} and before["answered"] == 9
+    assert row["failed"] == {"refused": 2, "disconnected": 2, "timeout": 1, "unreadable": 2} and row["answered"] == 2
     assert row["tau"] is None and row["change"]["prompts"] == 2
     page = (tmp_path / "out" / "load.md").read_text()
-    assert "| - | - | 2 | 1 refused" in page and "served: no counters at /metrics" in page
+    assert "| - | - | 2 | 2 refused" in page and "served: no counters at /metrics" in page
     assert "served, 2 in flight, refused: 400 Bad Request: too long for Bearer [API key]" in page
     assert "secret-key" not in page + json.dumps(report)
+
+
+def test_counters_that_fail_for_a_while(tmp_path: Path) -> None:
+    """Catches a page of counters that breaks off and ends the run, and the other turns' counters lost with it."""
+    with ServedEngine(cut_pages=1) as server:
+        report = run(questions(tmp_path, "one", "two"), tmp_path / "out", "--endpoint", server.url, "--requests", "1")
+    assert [turn["gains"] is None for turn in report["turns"]] == [True, False]
+    assert report["rows"][0]["tau"] == pytest.approx(3)
 
 
 def test_an_endpoint_is_added_to_an_earlier_measurement(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _compiled: ContextVar[bool] = ContextVar("compiled", default=False)
-# Compilations of one function: by dtype, width of the model and number of rows (one, a first number, any number).
+# Compilations of one function, by dtype, width of the model, batch and number of rows (one, any). Beyond it eager ones run.
 MOST_COMPILATIONS = 64
 
 
@@ -27,8 +27,9 @@ def compiling(compiled: bool) -> Iterator[None]:
 
 @cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Not at import: this loads the compiler.
-    return torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function)  # not at import: this loads the compiler
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_COMPILATIONS)
+    return compiled
 
 
 def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,10 +37,7 @@ def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*arguments: Any) -> Any:
-        if not _compiled.get():
-            return function(*arguments)
-        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
-            return _compile(function)(*arguments)
+        return (_compile(function) if _compiled.get() else function)(*arguments)
 
     return call
 

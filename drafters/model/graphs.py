@@ -242,7 +242,7 @@ class StockGraphRunner(GraphRunner, StockRunner):
     """The engine "graphs" for a model that runs on its own forward, which is then captured whole."""
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def differs_from_layers(target: "TargetModel", graphs: GraphRunner) -> str | None:
     """Return how captured forwards differ from the target's uncaptured ones, or what went wrong; None if nothing did.
 

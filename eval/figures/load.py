@@ -31,7 +31,7 @@ def _row(data: dict[str, Any], in_flight: int, label: str, seed: int) -> Row:
     details = {name: bad.detail for name in FAILURES for bad in failed if bad.outcome == name}
     totals = np.array([[answer.tokens, answer.seconds] for answer in good]).reshape(-1, 2)
     gains = [turn["gains"] or {} for turn in _turns(data, in_flight, label)]
-    summed = {name: sum(each.get(name, 0.0) for each in gains) for name in gains[0]}
+    summed = {name: sum(each.get(name, 0.0) for each in gains) for name in set().union(*gains)}
     return {
         "in_flight": in_flight,
         "endpoint": label,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,8 @@ def take_turn(
     gains = None
     if before is not None and after is not None:
         gains = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        if min(gains.values()) < 0:  # the server was started again
+            gains = None
     return [answer for answer in answers if answer is not None], gains
 
 
@@ -132,5 +135,5 @@ def counters(endpoint: Endpoint) -> dict[str, float] | None:
     """Return the server's counters; None if it has no /metrics with an engine's."""
     try:
         return read_counters(endpoint.page("/metrics")) or None
-    except OSError:
+    except (OSError, HTTPException):
         return None
