@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _compiled: ContextVar[bool] = ContextVar("compiled", default=False)
-# Compilations of one function, by dtype, width of the model, batch and number of rows (one, any). Beyond it eager ones run.
+# Compilations of a function, by dtype, model's width, batch and rows (one, any). Beyond them it runs uncompiled.
 MOST_COMPILATIONS = 64
 
 
