@@ -28,7 +28,15 @@ def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("limit", [{"steps": 3}, {"steps": None, "epochs": 1}, {"steps": None, "minutes": 1e-9}])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"steps": 3},
+        {"steps": None, "epochs": 1},
+        {"steps": None, "minutes": 1e-9},
+        {"steps": None, "minutes": 1e-9, "log_every": 10},  # the last step is not logged
+    ],
+)
 def test_resuming_a_finished_run_changes_nothing(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: dict[str, Any]
 ) -> None:

@@ -44,9 +44,9 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         missing = "figures in metrics.jsonl" if info else "run.json that can be read"
         raise ValueError(f"no training run to sum up in {run}: it has no {missing}; give the `out` of a config")
     steps = [row for row in rows if "loss" in row]
-    last = steps[-1] if steps else {}
+    last, step = steps[-1] if steps else {}, int(rows[-1]["step"])
     before = read_object(run / "summary.json")
-    if ended is None and before.get("steps") == last.get("step", 0):  # otherwise killed, or still running
+    if ended is None and before.get("steps") == step:  # otherwise killed, or still running
         ended = before.get("ended")
     newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
     spent = next((row for row in reversed(rows) if "seconds" in row), {})
@@ -59,7 +59,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "run": str(run),
         "ended": ended,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "steps": int(last.get("step", 0)),
+        "steps": step,
         "tokens": int(last.get("tokens", 0)),
         "minutes": round(spent["seconds"] / 60, 2) if spent else None,
         "joules": joules,

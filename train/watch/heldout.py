@@ -78,8 +78,8 @@ def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
 
 
 def bucket_name(start: int, end: int | None) -> str:
-    """``0-15``, ``1024+``."""
-    return f"{start}+" if end is None else f"{start}-{end - 1}"
+    """``0-15``, ``1024-on``: names that all trackers take."""
+    return f"{start}-on" if end is None else f"{start}-{end - 1}"
 
 
 def answer_positions(loss_mask: Tensor, segments: Tensor) -> Tensor:
