@@ -1,8 +1,10 @@
 """The drafter with the best tau is kept while the training goes on, and patience ends it; other trackers."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from drafters import generate, make_drafter
 from train.run import training
-from train.run.files import BEST, StateFolder, check_run_folder, check_trackers, read_metrics
+from train.run.files import BEST, Metrics, StateFolder, check_run_folder, check_trackers, read_metrics
 from train.run.inputs import open_inputs
 from train.run.keep import read_best
+from train.watch.heldout import BUCKETS, bucket_name
 from train.watch.tau import HeldoutTau
 
 TAU = {"tau_every": 2, "tau_prompts": 4, "tau_new_tokens": 18, "noise": "none"}
@@ -274,6 +277,22 @@ def test_trackers_get_the_figures(learning: dict[str, Any], tmp_path: Path, monk
     assert logged == [(row.pop("step"), row) for row in read_metrics(out)]
     assert end == "finished"
     assert not (out / "tensorboard").exists()
+
+
+def test_a_tracker_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hours lost because a tracker's server was away, or a warning for every figure."""
+    broken: Any = SimpleNamespace(name="mlflow", log=lambda values, step: 1 / 0)
+    metrics = Metrics(tmp_path, 0, tensorboard=False, trackers=[broken])
+    for step in (1, 2):
+        metrics.add(step, {"loss": 1.0})
+    metrics.close()
+    assert capsys.readouterr().err == "warning: mlflow gets no more figures: ZeroDivisionError: division by zero\n"
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_names_of_figures_suit_all_trackers() -> None:
+    """A name that MLflow refuses."""
+    assert all(re.fullmatch(r"[\w\-. :/]+", bucket_name(*bucket)) for bucket in BUCKETS)
 
 
 def test_a_missing_tracker_is_named_before_the_training(learning: dict[str, Any]) -> None:

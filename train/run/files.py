@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -313,7 +314,7 @@ class Metrics:
     """
 
     def __init__(self, run: Path, step: int, tensorboard: bool = True, trackers: Sequence[Any] = ()) -> None:
-        self.trackers = trackers
+        self.trackers = list(trackers)
         self.path = run / METRICS
         rows = [row for row in read_metrics(run) if row["step"] <= step]
         replace_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -333,8 +334,13 @@ class Metrics:
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
-        for tracker in self.trackers:
-            tracker.log(values, step=step)
+        for tracker in list(self.trackers):
+            try:
+                tracker.log(values, step=step)
+            except Exception as error:  # noqa: BLE001 - a tracker's server may fail in any way, and the training goes on
+                self.trackers.remove(tracker)
+                warning = f"warning: {tracker.name} gets no more figures: {type(error).__name__}: {error}"
+                print(warning, file=sys.stderr)
 
     def close(self) -> None:
         """Unlock the file, and end the trackers' runs."""
