@@ -3,7 +3,8 @@
     python -m eval.gpu [--out FOLDER] [--only PART ...] [--again PART ...] [--minutes M] [--list]
 
 Each part is a process of at most four minutes. The same command resumes: a part that is done is not repeated, a part
-that failed or was killed is. The page says what a part lacks. ``eval/report/gpu_parts.py`` has the commands and goals.
+that failed, was killed or has other commands now is. The page says what a part lacks. ``eval/report/gpu_parts.py`` has
+the commands and goals.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_part(part: Section, folder: Path) -> Ending:
     """Run the part's commands; their output goes to log.txt in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / part.result).unlink(missing_ok=True)  # of an earlier run
     for other in part.remakes:
         shutil.rmtree(ROOT / other, ignore_errors=True)
     lines = [[word.replace("{out}", str(folder)) for word in words] for words in part.commands]
@@ -49,9 +51,8 @@ def run_part(part: Section, folder: Path) -> Ending:
     printed = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if ended != "done" and printed:
         reason += f": {printed[-1].strip()[:200]}"
-    shown = [shlex.join(["python", *line[1:]] if line[0] == PYTHON else line) for line in lines]
     seconds = round(time.monotonic() - began, 1)
-    return Ending(ended=ended, reason=reason, seconds=seconds, commands=shown)
+    return Ending(ended=ended, reason=reason, seconds=seconds, commands=part.shown)
 
 
 def _run(line: list[str], log: Any, seconds: float) -> int | None:
@@ -71,9 +72,12 @@ def _run(line: list[str], log: Any, seconds: float) -> int | None:
 
 
 def run(parts: list[Section], out: Path, again: list[str], minutes: float | None) -> dict[str, Ending]:
-    """Run the parts that are not done, and write the page after each."""
+    """Run the parts that are not done with their present commands, and write the page after each."""
     began = time.monotonic()
+    shown = {part.name: part.shown for part in PARTS}
     outcomes = read_endings(out / "parts.json")
+    for name in [name for name, each in outcomes.items() if each.commands and each.commands != shown.get(name)]:
+        del outcomes[name]  # measured by other commands, so its figures are not those of the present goals
     for number, part in enumerate(parts, 1):
         if part.name in outcomes and outcomes[part.name].ended == "done" and part.name not in again:
             continue

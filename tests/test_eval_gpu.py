@@ -131,7 +131,8 @@ def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a finished part that is measured again, one that failed and is not, and one that hangs for ever."""
     write = "import sys, pathlib; p = pathlib.Path(sys.argv[1]); p.write_text('{}'); q = p.with_name('times'); "
     write += "q.write_text(q.read_text() + 'x' if q.exists() else 'x')"
-    fails = "import sys, pathlib; sys.exit('no such luck') if not pathlib.Path(sys.argv[1]).exists() else 0"
+    fails = "import sys, pathlib; p = pathlib.Path(sys.argv[1]); c = p.with_name('cure'); "
+    fails += "sys.exit('no such luck') if not c.exists() else c.rename(p)"
     parts = [
         made("good", write, "{out}/found.json"),
         made("bad", fails, "{out}/found.json"),
@@ -149,7 +150,7 @@ def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended["bad"].reason.endswith("no such luck") and ended["empty"].reason == "it left no found.json"
     assert ended["bare"].reason.startswith("there is no no/such/answers")
     assert "no_such_module" in ended["poor"].reason and ended["slow"].seconds < 20
-    (tmp_path / "bad" / "found.json").write_text("{}")
+    (tmp_path / "bad" / "cure").write_text("{}")
     again = eval.gpu.run(parts[:2], tmp_path, [], None)
     assert again["bad"].ended == "done" and (tmp_path / "good" / "times").read_text() == "x"
     assert again["slow"].ended == "out of time", "what was not asked for keeps its outcome"
@@ -157,3 +158,25 @@ def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "good" / "times").read_text() == "xx"
     assert eval.gpu.run(parts[:1], tmp_path, ["good"], 0.5) and (tmp_path / "good" / "times").read_text() == "xx"
     assert "| slow | a test | out of time" in (tmp_path / "gpu.md").read_text()
+
+
+def test_other_commands_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a part that counts as done although its commands have changed, also in a call for another part; one that
+    is repeated because its folder was moved; and an old result that counts as the new one."""
+    write = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+    old = [made(name, write, "{out}/found.json", "1") for name in ("one", "two")]
+    new = [made(name, write, "{out}/found.json", "2") for name in ("one", "two")]
+    monkeypatch.setattr(eval.gpu, "PARTS", old)
+    monkeypatch.setattr(eval.gpu, "GOALS", [])
+    eval.gpu.run(old, tmp_path / "first", [], None)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    began = eval.gpu.run_part
+    monkeypatch.setattr(eval.gpu, "run_part", lambda part, folder: pytest.fail("repeated"))
+    eval.gpu.run(old, tmp_path / "moved", [], None)
+    monkeypatch.setattr(eval.gpu, "run_part", began)
+    monkeypatch.setattr(eval.gpu, "PARTS", new)
+    assert eval.gpu.run(new[:1], tmp_path / "moved", [], None).keys() == {"one"}
+    assert (tmp_path / "moved" / "one" / "found.json").read_text() == "2"
+    assert "| two | a test | not run yet" in (tmp_path / "moved" / "gpu.md").read_text()
+    silent = [made("one", "pass", "{out}/found.json")]
+    assert eval.gpu.run(silent, tmp_path / "moved", ["one"], None)["one"].reason == "it left no found.json"

@@ -1,5 +1,7 @@
 """The page of eval.gpu: its parts, its goals, the measured figures; without torch."""
 
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,12 @@ class Section:
     needs: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     remakes: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> list[str]:
+        """The commands as parts.json and the page have them: the same for every folder, OUT, and path of Python."""
+        named = {sys.executable: "python"}
+        return [shlex.join(named.get(word, word).replace("{out}", "OUT") for word in line) for line in self.commands]
 
 
 @dataclass(frozen=True)
@@ -109,5 +117,5 @@ def page(parts: Sequence[Section], goals: Sequence[Goal], out: Path, outcomes: d
         ended = f"{outcome.ended}: {outcome.reason}" if outcome.reason else outcome.ended
         last = f"`{outcome.commands[-1]}`" if outcome.commands else ""
         rows.append([part.name, part.about, ended, last, f"{outcome.seconds:.0f}"])
-    lines += table(["part", "what", "ended", "command", "seconds"], rows, 4)
+    lines += table(["part", "what", "ended", "command (OUT: the part's folder)", "seconds"], rows, 4)
     return "\n".join(lines) + "\n"
