@@ -10,6 +10,7 @@ from typing import Any
 import gpu_exact
 import gpu_quantised
 import pytest
+import yaml
 from simulated_cuda import simulated_cuda
 
 import eval.gpu
@@ -66,6 +67,14 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
         else:
             assert not programs[line[2]][0].main(line[3:])
             assert ran.pop().startswith(line[2])
+
+
+@pytest.mark.parametrize("method", ["dspark", "dflash"])
+def test_blocks_have_the_size_of_the_recipe(method: str) -> None:
+    """Catches a training speed at blocks of two tokens beside a published one at blocks of seven."""
+    recipe = yaml.safe_load((eval.gpu.ROOT / f"configs/{method}/qwen3-8b.yaml").read_text())
+    (part,) = (part for part in PARTS if part.name == f"blocks-{method}")
+    assert f"block_size={recipe['head']['block_size']}" in part.commands[0]
 
 
 def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,15 @@ def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("method", ["eagle3", "dspark"])
 def test_a_method_without_plain_formulation_is_measured_alone(method: str, tmp_path: Path) -> None:
-    """Catches an error in the middle of a measurement on a GPU, and blocks that are trained without anchors."""
+    """Catches an error in the middle of a measurement on a GPU, blocks trained without anchors, and blocks of a
+    length that nobody gave."""
     shape = "hidden=64,vocab=128,heads=4,kv_heads=2,intermediate=64"
     options = ["--shape", shape, "--method", method, "--rounds", "1", "--steps", "1", "--tokens", "100"]
     options += ["--peak-tflops", "0.1", "--out", str(tmp_path / "result.json"), "precision=float32"]
+    if method == "dspark":
+        with pytest.raises(ValueError, match="dspark has no default for block_size: add block_size=N"):
+            throughput.main(options)
+        options.append("head.block_size=3")
     assert throughput.main(options) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["sides"] == ["ours"] and result["ratio"] is None

@@ -32,7 +32,7 @@ _SMOLLM = "runs/real/target"  # with runs/real/answers and data/spec_bench: make
 _ANSWERS = (f"{_SMOLLM}/config.json", "runs/real/answers/train.jsonl", "data/spec_bench/question.jsonl")
 _STEPS = "minutes=1.67 batch_tokens=8192 eval_every=500 export_every=500 save_every=100000"
 LEARNED = ("eagle", "eagle31", "dflash", "dspark")  # the best known first, at equal seconds
-BLOCKS = ("dspark", "dflash", "eagle3")
+BLOCKS = {"dspark": "block_size=7", "dflash": "block_size=16", "eagle3": ""}  # as configs/<method>/qwen3-8b.yaml
 
 
 def _lines(*commands: str) -> list[list[str]]:
@@ -50,7 +50,7 @@ def _learned(name: str, method: str, more: str = "") -> Section:
 
 def _blocks(method: str) -> Section:
     return Section(f"blocks-{method}", f"training {method} at Qwen3-8B's shape, 8,192 tokens a step",
-                   _lines(f"{_QWEN} --method {method}"), "throughput.json", 120)  # fmt: skip
+                   _lines(f"{_QWEN} --method {method} {BLOCKS[method]}"), "throughput.json", 120)  # fmt: skip
 
 
 PARTS = [

@@ -23,7 +23,8 @@ from train.core.config import TrainConfig
 from train.preflight.command import check
 
 SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
-METHOD, TAP = "eagle", 2  # defaults
+METHOD = "eagle"  # the default
+FILLED = {"exit_layer": 2, "mask_token_id": 2}  # required keys whose value does not change the work of a step
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -64,15 +65,24 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The run's config; for ``--shape``, a config of the paper's numbers and the overrides."""
+    """The run's config; for ``--shape``, a config of the paper's numbers and the overrides.
+
+    Raises:
+        ValueError: the overrides lack a key without a default.
+    """
     if arguments.config:
         schema = schema_of(arguments.method or _method_of(Path(arguments.config)))
         return load_config(schema, arguments.config, arguments.overrides)
-    schema = schema_of(arguments.method or METHOD)
+    method = arguments.method or METHOD
+    schema = schema_of(method)
     values: dict[str, Any] = dict.fromkeys(("target", "features", "out"), "none")  # it uses no files
     values |= {"steps": 1, "batch_tokens": arguments.tokens, "learning_rate": 3e-5}
     needed = {name for name, field in _fields(schema).items() if field.is_required()}
-    values |= dict.fromkeys(needed - values.keys(), TAP)
+    values |= {name: value for name, value in FILLED.items() if name in needed}
+    given = {override.partition("=")[0].removeprefix("head.") for override in arguments.overrides}
+    if missing := sorted(needed - values.keys() - given):
+        keys = " ".join(f"{name}=N" for name in missing)
+        raise ValueError(f"--method {method} has no default for {', '.join(missing)}: add {keys} (configs/{method})")
     overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
     return from_overrides(schema, overrides)
 
