@@ -13,15 +13,19 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.files import check_folder, replace_json, replace_text
-from eval.report.goals import Ending, Section, page, read_endings
-from eval.report.gpu_parts import GOALS, PARTS, PYTHON
+try:
+    from drafters.cli.program import CommandLine, command, keeping, run_program
+    from drafters.common.files import check_folder, replace_json, replace_text
+    from eval.report.goals import Ending, Section, page, read_endings
+    from eval.report.gpu_parts import GOALS, PARTS, PYTHON
+except ModuleNotFoundError as error:
+    sys.exit(f"error: not installed: {error.name}; pip install {error.name}, or without a network: docs/gpu.md")
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,5 +1,6 @@
 """`make gpu`: its commands are ones that their programs take, its page says what was met, a killed run goes on."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -189,3 +190,12 @@ def test_other_commands_are_measured_again(tmp_path: Path, monkeypatch: pytest.M
     assert "| two | a test | not run yet" in (tmp_path / "moved" / "gpu.md").read_text()
     silent = [made("one", "pass", "{out}/found.json")]
     assert eval.gpu.run(silent, tmp_path / "moved", ["one"], None)["one"].reason == "it left no found.json"
+
+
+def test_a_missing_package_is_named() -> None:
+    """Catches a stack trace on a machine that has torch but not our other packages."""
+    code = "import sys, runpy; sys.modules['pydantic'] = None; sys.argv = ['eval.gpu', '--list']; "
+    code += "runpy.run_module('eval.gpu', run_name='__main__')"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=eval.gpu.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and ran.stderr.startswith("error: not installed: pydantic; pip install pydantic"), ran
+    assert ran.stderr.count("\n") == 1
