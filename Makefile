@@ -6,6 +6,7 @@
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make docs        the documentation as a site with a reference of every module: runs/site/index.html
 # make gpu         what only a GPU can measure: docs/gpu.md
+# make gpu-wheels  packages that such a machine lacks if it has no network
 # make gpu-data    SmolLM2 and its answers for that, in pieces of 20 MB
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
@@ -27,7 +28,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-data quickstart quickstart-clean suite real real-target real-answers real-clean clean
+.PHONY: help setup engines test test-long lint format mutants docs gpu gpu-wheels gpu-data quickstart quickstart-clean suite real real-target real-answers real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -216,6 +217,16 @@ $(REAL)/speed/.done: $(REAL)/eagle/.done $(REAL)/kangaroo/.done
 	$(call real_config,speed)
 	python -m eval.speed --config $(REAL)/speed.yaml
 	@touch $@
+
+# Wheels for the Python of a GPU machine without a network. DeepSpeed is published as source only.
+GPU_WHEELS := runs/gpu-wheels
+GPU_VERSION ?= 3.12
+gpu-wheels: | $(READY)
+	rm -rf $(GPU_WHEELS)
+	python -m pip download --no-deps --dest $(GPU_WHEELS) --constraint constraints.txt --only-binary=:all: \
+	  --python-version $(GPU_VERSION) --requirement configs/gpu/wheels.txt
+	DS_BUILD_OPS=0 python -m pip wheel --no-deps --wheel-dir $(GPU_WHEELS) --constraint constraints.txt deepspeed
+	@du -sh $(GPU_WHEELS)
 
 # What the parts learned-* read, after make real, for a GPU machine without a network: docs/gpu.md unpacks it.
 GPU_DATA := runs/gpu-data
