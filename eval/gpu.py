@@ -8,6 +8,7 @@ the commands and goals.
 """
 
 import contextlib
+import ctypes
 import os
 import shlex
 import shutil
@@ -28,6 +29,8 @@ except ModuleNotFoundError as error:
     sys.exit(f"error: not installed: {error.name}; pip install {error.name}, or without a network: docs/gpu.md")
 
 ROOT = Path(__file__).resolve().parents[1]
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def run_part(part: Section, folder: Path) -> Ending:
@@ -60,9 +63,15 @@ def run_part(part: Section, folder: Path) -> Ending:
 
 
 def _run(line: list[str], log: Any, seconds: float) -> int | None:
-    """Return the exit status, or None after the time limit; a process group of its own is killed as a whole."""
+    """Return the exit status, or None after the time limit; a process group of its own is killed as a whole.
+
+    On Linux the process is killed with this one, so that it does not keep the GPU and write into a folder in use again.
+    """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    die = (lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)) if sys.platform == "linux" else None
+    process = subprocess.Popen(
+        line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True, preexec_fn=die
+    )
     try:
         return process.wait(max(seconds, 1))
     except subprocess.TimeoutExpired:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +12,7 @@ from typing import Any
 
 import gpu_exact
 import gpu_quantised
+import psutil
 import pytest
 import yaml
 from simulated_cuda import simulated_cuda
@@ -199,3 +202,26 @@ def test_a_missing_package_is_named() -> None:
     ran = subprocess.run([sys.executable, "-c", code], cwd=eval.gpu.ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 1 and ran.stderr.startswith("error: not installed: pydantic; pip install pydantic"), ran
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_part_dies_with_eval_gpu(tmp_path: Path) -> None:
+    """Catches a part that lives on after kill -9 of eval.gpu, keeps the GPU and writes into a folder in use again."""
+    part = "import os, pathlib, time; pathlib.Path('{out}/pid').write_text(str(os.getpid())); time.sleep(60)"
+    code = "import sys, pathlib; from eval.gpu import Section, run_part; line = [sys.executable, '-c', sys.argv[1]]; "
+    code += "run_part(Section('slow', 'a test', [line], 'found.json', 60), pathlib.Path(sys.argv[2]))"
+    process = subprocess.Popen([sys.executable, "-c", code, part, str(tmp_path)], cwd=eval.gpu.ROOT)
+    pid = tmp_path / "pid"
+    assert wait_for(lambda: pid.is_file() and pid.read_text() != "")
+    child = psutil.Process(int(pid.read_text()))
+    process.kill()
+    process.wait()
+    assert wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 30) -> bool:
+    """Return whether ``happened`` becomes true in time."""
+    end = time.monotonic() + seconds
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.05)
+    return happened()
