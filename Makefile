@@ -7,7 +7,7 @@
 # make docs        the documentation as a site with a reference of every module: runs/site/index.html
 # make gpu         what only a GPU can measure: docs/gpu.md
 # make gpu-wheels  packages that such a machine lacks if it has no network
-# make gpu-data    SmolLM2 and its answers for that, in pieces of 20 MB
+# make gpu-data    SmolLM2 and its answers for that, in pieces of 10 MiB
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
 PYTHON ?= python3
@@ -228,13 +228,16 @@ gpu-wheels: | $(READY)
 	DS_BUILD_OPS=0 python -m pip wheel --no-deps --wheel-dir $(GPU_WHEELS) --constraint constraints.txt deepspeed
 	@du -sh $(GPU_WHEELS)
 
-# What the parts learned-* read, after make real, for a GPU machine without a network: docs/gpu.md unpacks it.
+# What the parts learned-* read, after make real, in pieces for a GPU machine without a network: docs/gpu.md unpacks it.
 GPU_DATA := runs/gpu-data
-gpu-data: $(REAL)/answers/.done
+ifneq ($(and $(filter gpu-data,$(MAKECMDGOALS)),$(filter-out smollm2,$(MODEL))),)
+$(error MODEL is $(MODEL), but eval.gpu reads SmolLM2: make gpu-data)
+endif
+gpu-data: $(REAL)/answers/.done data/spec_bench/question.jsonl
 	rm -rf $(GPU_DATA)
 	mkdir -p $(GPU_DATA)
-	tar --create --gzip --exclude=.done $(REAL)/target $(REAL)/answers data/spec_bench/question.jsonl \
-	  | split --bytes=20M --numeric-suffixes - $(GPU_DATA)/piece-
+	tar --create --xz --exclude=.done $(REAL)/target $(REAL)/answers/{train,heldout}.jsonl{,.json} data/spec_bench/question.jsonl \
+	  | split --bytes=10M --numeric-suffixes - $(GPU_DATA)/piece-
 	@du -sh $(GPU_DATA)
 
 real-clean:
