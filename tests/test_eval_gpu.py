@@ -167,7 +167,9 @@ def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = eval.gpu.run(parts[:2], tmp_path, [], None)
     assert again["bad"].ended == "done" and (tmp_path / "good" / "times").read_text() == "x"
     assert again["slow"].ended == "out of time", "what was not asked for keeps its outcome"
-    eval.gpu.run(parts[:1], tmp_path, ["good"], None)
+    monkeypatch.setattr(eval.gpu, "gpu_folder", lambda: "here")
+    assert eval.gpu.main(["--out", str(tmp_path), "--only", "good", "--again", "good"]) == 0, "slow was not asked for"
+    assert eval.gpu.main(["--out", str(tmp_path), "--only", "good", "empty"]) == 1
     assert (tmp_path / "good" / "times").read_text() == "xx"
     assert eval.gpu.run(parts[:1], tmp_path, ["good"], 0.5) and (tmp_path / "good" / "times").read_text() == "xx"
     assert "| slow | a test | out of time" in (tmp_path / "gpu.md").read_text()
