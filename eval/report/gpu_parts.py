@@ -83,7 +83,7 @@ PARTS = [
                    f"python -m drafters.export {_QWEN_TARGET}-dspark --to vllm --out {_QWEN_TARGET}-vllm",
                    f"python -m drafters.export --check {_QWEN_TARGET}-vllm --target {_QWEN_TARGET}",
                    f"cp {_QWEN_TARGET}-dspark/summary.json {{out}}/summary.json"),
-            "summary.json", 240, needs=("deepspeed", "datasets"),
+            "summary.json", 240, needs=("deepspeed",),
             remakes=(f"{_QWEN_TARGET}-dspark", f"{_QWEN_TARGET}-vllm")),
     Section("quantised", "targets in FP8 and W4A16: loaded, captured, and their speed beside bf16",
             _lines(f"python tests/gpu_quantised.py --out {{out}}/quantised.json --folder {HEADS}/quantised"),
