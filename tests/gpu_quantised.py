@@ -11,8 +11,10 @@ import gc
 import json
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ import quantised_folders
 import torch
 from conformance import prompt
 from gpu_target import write_target
+from transformers import AutoConfig
 
 from drafters import TargetModel, generate, make_drafter
+from drafters.model.quantised import WITH_KERNELS, quantisation
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -37,8 +41,11 @@ CONTEXT = 256  # tokens of the prompt
 
 
 def measure(path: Path, new_tokens: int, rounds: int = 3) -> dict[str, Any]:
-    """Load a target and decode with it."""
+    """Load a target and decode with it; raises ValueError if its weights would not stay quantised."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = AutoConfig.from_pretrained(path)
+    if device == "cuda" and quantisation(config) in WITH_KERNELS and find_spec("kernels") is None:
+        raise ValueError("needs the package kernels, without which its weights become bf16")
     target = TargetModel.from_pretrained(str(path), "bfloat16", device)
     ids = torch.tensor([prompt(CONTEXT)], device=target.device)
     with torch.no_grad():
@@ -61,7 +68,10 @@ def measure(path: Path, new_tokens: int, rounds: int = 3) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure every kind, and write the JSON; a kind that cannot be loaded has its error instead of figures."""
+    """Measure every kind, and write the JSON; a kind that cannot be loaded has its error instead of figures.
+
+    If all quantised kinds have errors, the program ends with status 1.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--folder", type=Path, default=Path("runs/gpu"), help="folder of the targets")
@@ -88,6 +98,9 @@ def main(argv: list[str] | None = None) -> None:
         print(name, rows[name], flush=True)
     facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     given.out.write_text(json.dumps(facts | {"kinds": rows}, indent=1) + "\n", encoding="utf-8")
+    errors = [f"{name}: {row['error']}" for name, row in rows.items() if "error" in row and name != "bf16"]
+    if len(errors) == len(KINDS) - 1:
+        sys.exit(f"error: no quantised target was measured: {'; '.join(errors)}")
 
 
 if __name__ == "__main__":

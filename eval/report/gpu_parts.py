@@ -87,7 +87,7 @@ PARTS = [
             remakes=(f"{_QWEN_TARGET}-dspark", f"{_QWEN_TARGET}-vllm")),
     Section("quantised", "targets in FP8 and W4A16: loaded, captured, and their speed beside bf16",
             _lines(f"python tests/gpu_quantised.py --out {{out}}/quantised.json --folder {HEADS}/quantised"),
-            "quantised.json", 180, needs=("pytest",)),
+            "quantised.json", 180, needs=("pytest", "compressed_tensors")),
     Section("speed", "the shipped models, every method, greedy and sampled",
             _lines(_CORPUS, "python -m eval.speed --config configs/speed/stdlib.yaml target.device=cuda "
                             "prompts.count=8 out={out}"), "report.json", 240),
@@ -136,9 +136,15 @@ def _ours(key: str) -> Figure:
 
 
 def _kind(kind: str, key: str) -> Figure:
-    """A figure of a quantised target; its tokens/s over bf16's."""
-    over = "bf16" if key == "tokens_per_second" else None
-    return lambda f: f["kinds"][kind][key] / (f["kinds"][over][key] if over else 1)
+    """A figure of a quantised target; its tokens/s are over bf16's."""
+
+    def figure(report: dict[str, Any]) -> float:
+        row, plain = report["kinds"][kind], report["kinds"]["bf16"]
+        if "error" in row:
+            raise ValueError(row["error"])
+        return row[key] / plain[key] if key == "tokens_per_second" else row[key]
+
+    return figure
 
 
 _SPEED = _row("plain decoding", "tokens_per_second")
