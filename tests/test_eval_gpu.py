@@ -27,6 +27,7 @@ from drafters.config import from_overrides, load_config
 from eval.configs import LosslessConfig, SpeedConfig
 from eval.gpu import GOALS, PARTS
 from eval.report.goals import Ending, Section, judge
+from eval.report.gpu_parts import LEARNED
 from train.configs import schema_of
 from train.preflight.command import parse_arguments
 
@@ -57,7 +58,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     assert part.seconds <= 240 and part.result in " ".join(part.commands[-1]) + MEASURED_ELSEWHERE
     for command in part.commands:
         line = [word.replace("{out}", str(tmp_path)) for word in command]
-        if line[0] == "cp" or line[2] in ("data_prep.stdlib_corpus", "drafters.export"):
+        if line[0] in ("cp", "touch") or line[2] in ("data_prep.stdlib_corpus", "drafters.export"):
             continue  # the rehearsal below runs them
         if line[1] != "-m" and line[1].startswith("train/"):
             given = parse_arguments(None, line[2:])
@@ -128,6 +129,16 @@ def test_a_part_without_quantised_targets_fails(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(gpu_quantised, "write_target", lambda shape, out, changes: None)
     with pytest.raises(SystemExit, match="no quantised target was measured: fp8: ValueError: fp8 needs a package"):
         gpu_quantised.main(["--out", str(tmp_path / "quantised.json"), "--folder", str(tmp_path)])
+
+
+def test_heads_of_trainings_that_were_cut_off_are_not_measured() -> None:
+    """Catches a head that was cut off after its first export, beside others trained for the whole time."""
+    parts = {part.name: part for part in PARTS}
+    for name in LEARNED:
+        *_, mark, copy = parts[f"learned-{name}"].commands
+        assert mark[0] == "touch" and copy[0] == "cp", "nothing is marked before the training has ended"
+        assert mark[1] in parts["learned-tau"].files
+    assert parts["learned-dspark"].commands[1][1] in parts["learned-lossless"].files
 
 
 TINY = "hidden_size=64 intermediate_size=64 num_hidden_layers=6 num_attention_heads=4 num_key_value_heads=2 head_dim=16"

@@ -31,6 +31,7 @@ _QWEN_TRAINING = (
 _SMOLLM = "runs/real/target"  # with runs/real/answers and data/spec_bench: make gpu-data
 _ANSWERS = (f"{_SMOLLM}/config.json", "runs/real/answers/train.jsonl", "data/spec_bench/question.jsonl")
 _STEPS = "minutes=1.67 batch_tokens=8192 eval_every=500 export_every=500 save_every=100000"
+WHOLE = "whole"  # a file in the folder of a training that ended; one cut off has its exports and a summary, too
 LEARNED = ("eagle", "eagle31", "dflash", "dspark")  # the best known first, at equal seconds
 BLOCKS = {"dspark": "block_size=7", "dflash": "block_size=16", "eagle3": ""}  # as configs/<method>/qwen3-8b.yaml
 
@@ -43,7 +44,9 @@ def _learned(name: str, method: str, more: str = "") -> Section:
     """Return a training of 100 s from the store of the part learned-features."""
     run = f"{HEADS}/learned/{name}"
     train = f"python train/{method}.py --config configs/learned/{method}.yaml features={HEADS}/learned/features"
-    lines = _lines(f"{train} out={run} {_STEPS} {more}", f"cp {run}/summary.json {{out}}/summary.json")
+    lines = _lines(
+        f"{train} out={run} {_STEPS} {more}", f"touch {run}/{WHOLE}", f"cp {run}/summary.json {{out}}/summary.json"
+    )
     return Section(f"learned-{name}", f"{name} for 100 s on SmolLM2's own answers", lines, "summary.json", 200,
                    needs=("deepspeed",), files=(f"{HEADS}/learned/features/train",), remakes=(run,))  # fmt: skip
 
@@ -66,10 +69,10 @@ PARTS = [
     _learned("dspark", "dspark", "layers=2"),
     Section("learned-tau", "tau of the four heads on 36 turns of Spec-Bench",
             _lines("python -m eval.speed --config configs/gpu/learned.yaml out={out}"), "report.json", 240,
-            files=tuple(f"{HEADS}/learned/{name}/config.json" for name in LEARNED)),
+            files=tuple(f"{HEADS}/learned/{name}/{WHOLE}" for name in LEARNED)),
     Section("learned-lossless", "DSpark's certificate",
             _lines(f"python -m eval.lossless --target {_SMOLLM} --drafter {HEADS}/learned/dspark out={{out}}"),
-            "lossless.json", 200, files=(f"{HEADS}/learned/dspark/config.json",)),
+            "lossless.json", 200, files=(f"{HEADS}/learned/dspark/{WHOLE}",)),
     *(_blocks(method) for method in BLOCKS),
     Section("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",
             _lines(f"{_ROOFLINE} compiled=false"), "roofline-llama-7b.json", 200),
