@@ -63,7 +63,7 @@ class Goal:
 
 
 class Ending(Config):
-    """How a part ended: "done", "failed", "out of time", "interrupted" or "skipped", and why."""
+    """How a part ended: "done", "failed", "out of time" or "skipped", and why."""
 
     model_config = ConfigDict(strict=True)
     ended: str

@@ -67,7 +67,7 @@ PARTS = [
     _learned("eagle31", "eagle3", "fc_norm=true norm_output=true"),
     _learned("dflash", "dflash", "layers=2"),
     _learned("dspark", "dspark", "layers=2"),
-    Section("learned-tau", "tau of the four heads on 36 turns of Spec-Bench",
+    Section("learned-tau", "tau of the four heads on 42 questions of Spec-Bench, 49 turns",
             _lines("python -m eval.speed --config configs/gpu/learned.yaml out={out}"), "report.json", 240,
             files=tuple(f"{HEADS}/learned/{name}/{WHOLE}" for name in LEARNED)),
     Section("learned-lossless", "DSpark's certificate",
