@@ -16,7 +16,7 @@ from train.preflight import command as command_line
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAUNCHER = re.compile(r"^(?:deepspeed|torchrun|srun)\b.*?(?=train/|-m |--module |python )")
-OTHERS = "make vllm sbatch pip git hf source pytest tensorboard mkdocs cd cp cat".split()  # not our programs  # noqa: SIM905
+OTHERS = "make vllm sbatch pip git hf source pytest tensorboard mkdocs cd cp cat tar".split()  # not our programs  # noqa: SIM905
 OURS = {"drafters", "data_prep", "train", "eval"}
 
 
