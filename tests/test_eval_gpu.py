@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import gpu_quantised
 import psutil
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from simulated_cuda import simulated_cuda
 
 import eval.gpu
@@ -254,3 +257,21 @@ def wait_for(happened: Callable[[], bool], seconds: float = 30) -> bool:
     while not happened() and time.monotonic() < end:
         time.sleep(0.05)
     return happened()
+
+
+def test_wheels_are_complete() -> None:
+    """Catches a package that a new version of DeepSpeed or pydantic needs, on a machine that cannot fetch it."""
+    lines = (eval.gpu.ROOT / "configs/gpu/wheels.txt").read_text().splitlines()
+    brought = {canonicalize_name(line) for line in lines if not line.startswith("#")}
+    there = {"torch", "numpy", "packaging", "psutil", "tqdm"}  # with torch, transformers and accelerate
+    for package in ("deepspeed", "pydantic", "pydantic-core", "typing-inspection"):
+        needed = [Requirement(line) for line in requires(package) or []]
+        plain = {canonicalize_name(each.name) for each in needed if not each.marker or each.marker.evaluate()}
+        assert plain <= brought | there, package
+
+
+def test_gpu_data_is_what_the_parts_read() -> None:
+    """Catches data of another model, which no part of eval.gpu reads."""
+    line = ["make", "--dry-run", "gpu-data", "MODEL=qwen"]
+    ran = subprocess.run(line, cwd=eval.gpu.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode and "eval.gpu reads SmolLM2" in ran.stderr
