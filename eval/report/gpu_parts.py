@@ -68,7 +68,9 @@ PARTS = [
     _learned("dflash", "dflash", "layers=2"),
     _learned("dspark", "dspark", "layers=2"),
     Section("learned-tau", "tau of the four heads on 42 questions of Spec-Bench, 49 turns",
-            _lines("python -m eval.speed --config configs/gpu/learned.yaml out={out}"), "report.json", 240,
+            _lines("python -m eval.speed --config configs/gpu/learned.yaml out={out}",
+                   f"python -m train.tools.curve {' '.join(f'{HEADS}/learned/{name}' for name in LEARNED)} "
+                   "--out {out}/curve.json"), "report.json", 240,
             files=tuple(f"{HEADS}/learned/{name}/{WHOLE}" for name in LEARNED)),
     Section("learned-lossless", "DSpark's certificate",
             _lines(f"python -m eval.lossless --target {_SMOLLM} --drafter {HEADS}/learned/dspark out={{out}}"),
