@@ -114,14 +114,15 @@ def test_trainings_that_are_refused(
     ):
         with pytest.raises(ValueError, match=message):
             tiny_run.read("eagle", settings | changes)
-    with pytest.raises(ValueError, match="trains the drafter's own; set one of the two"):
+    with pytest.raises(ValueError, match="a head like this trains its own; leave lora out"):
         tiny_run.read("medusa", settings | {"own_lm_heads": True})
     with pytest.raises(ValueError, match="is an adapter itself, of '.*base'; name that"):
         tiny_run.train_here("eagle", settings | {"init_from": str(trained.config.out)})
     with pytest.raises(ValueError, match="lora.targets: .*nothing_such"):
         tiny_run.train_here("eagle", settings | {"lora": {"targets": ["nothing_such"]}})
-    with pytest.raises(ValueError, match="lora.targets: a drafter's lm_head stays as it is"):
-        tiny_run.train_here("eagle", settings | {"lora": {"targets": ["fc", "lm_head"]}})
+    for name in ("lm_head", "markov_w2"):
+        with pytest.raises(ValueError, match=f"lora.targets: a drafter's {name} stays as it is"):
+            tiny_run.train_here("eagle", settings | {"lora": {"targets": ["fc", name]}})
     save_checkpoint(
         tmp_path / "k", KangarooAdapter(target.config, KangarooShape(exit_layer=1)), make_config("kangaroo", {}, target)
     )
@@ -129,10 +130,12 @@ def test_trainings_that_are_refused(
         tiny_run.train_here("eagle", settings | {"init_from": str(tmp_path / "k")})
 
 
+BLOCK: dict[str, Any] = {"tap_layers": [tiny_run.TAP], "block_size": 5, "mask_token_id": 2, "layers": 1}
 MORE: dict[str, dict[str, Any]] = {
     "kangaroo": {"exit_layer": tiny_run.TAP},
     "medusa": {"heads": 2},
-    "dflash": {"tap_layers": [tiny_run.TAP], "block_size": 5, "mask_token_id": 2, "layers": 1},
+    "dflash": BLOCK | {"draft_vocab": 60},
+    "dspark": BLOCK | {"markov_rank": 8, "markov_head": "gated"},
     "eagle3": {"tap_layers": [tiny_run.TAP], "ttt_steps": 2, "draft_vocab": 60},
     "mtp": {"start": "random"},
 }
@@ -142,8 +145,8 @@ MORE: dict[str, dict[str, Any]] = {
 def test_other_methods_have_adapters_too(
     kind: str, settings: dict[str, Any], target: TargetModel, tmp_path: Path
 ) -> None:
-    """Catches a task that builds its module otherwise, and trains or saves it whole; an LM head of EAGLE-3 that moves,
-    or draft ids that are lost."""
+    """Catches a task that builds its module otherwise, and trains or saves it whole; an LM head or a Markov head's W2
+    that moves, or draft ids that are lost."""
     more = MORE[kind]
     base = settings | {"init_from": None, "lora": None, "steps": 1, "out": str(tmp_path / "whole")} | more
     tiny_run.train_here(kind, base)
@@ -151,5 +154,6 @@ def test_other_methods_have_adapters_too(
     drafter, whole = (load_drafter(str(path), target) for path in (tmp_path / "run", tmp_path / "whole"))
     ours, theirs = drafter.module.state_dict(), whole.module.state_dict()
     moved = {name for name, value in ours.items() if not torch.equal(value, theirs[name])}
-    assert moved and all(theirs[name].dim() == 2 for name in moved) and "lm_head.weight" not in moved
+    assert moved and all(theirs[name].dim() == 2 for name in moved)
+    assert not moved & {"lm_head.weight", "markov_head.markov_w2.weight"}
     assert generate(target, drafter, [[5, 6, 7]], max_new_tokens=5).tokens.shape == (1, 5)

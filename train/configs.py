@@ -138,7 +138,7 @@ class DFlashConfig(TrainConfig):
 
     @property
     def trains_lm_head(self) -> bool:
-        return self.draft_vocab is not None
+        return self.lora is None and self.draft_vocab is not None
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
@@ -162,7 +162,7 @@ class DFlashConfig(TrainConfig):
             )
         if self.draft_vocab is not None and self.loss_vocab is not None:
             raise ValueError(f"loss_vocab is {self.loss_vocab}, and the loss is over draft_vocab; set only that")
-        if self.trains_lm_head and self.zero_stage == 3:
+        if self.zero_stage == 3 and self.model_copy(update={"lora": None}).trains_lm_head:
             raise ValueError("zero_stage is 3, which would split weights that the loss multiplies with; set 0, 1 or 2")
         return self
 

@@ -46,7 +46,7 @@ class DSparkConfig(DFlashConfig):
 
     @property
     def trains_lm_head(self) -> bool:
-        return True  # the Markov head
+        return self.lora is None  # the Markov head
 
     @model_validator(mode="after")
     def _can_solve(self) -> Self:

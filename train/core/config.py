@@ -290,7 +290,7 @@ class TrainConfig(Config):
         if self.lora is not None and self.lora_base is None:
             raise ValueError("lora needs a trained drafter: set init_from, or leave lora out")
         if self.lora is not None and self.trains_lm_head:  # the loss multiplies with its weights as they are
-            raise ValueError("lora leaves LM heads as they are, and this trains the drafter's own; set one of the two")
+            raise ValueError("lora leaves LM heads as they are, and a head like this trains its own; leave lora out")
         if self.lora is not None and self.draft_vocab is not None and not self.sizes_lm_head:
             raise ValueError(f"draft_vocab is {self.draft_vocab}, and with lora that of init_from stays; leave it out")
         if self.features == "online" and self.data is None:

@@ -20,10 +20,12 @@ from drafters.common.wording import first_line
 from drafters.hub.checkpoint import CARD_FILE, CONFIG_FILE, parse_config
 from train.core.config import Lora
 
+AS_THEY_ARE = ("lm_head", "markov_w2")  # projections of a drafter whose weights the loss multiplies with
+
 
 def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
-    """peft's model around ``model``: ``model`` is frozen, and its projections get matrices of rank ``lora.r``; not the
-    LM head of a drafter, whose weights the loss reads as they are.
+    """peft's model around ``model``: ``model`` is frozen, and its projections get matrices of rank ``lora.r``; not a
+    drafter's LM head and W2 of its Markov head, whose weights the loss reads as they are.
 
     Args:
         name: name of the base model, for the adapter's config.
@@ -36,9 +38,9 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
     targets, pretrained = lora.targets, isinstance(model, PreTrainedModel)
     if targets == "all-linear" and not pretrained:
         linear = [path for path, part in model.named_modules() if isinstance(part, nn.Linear)]
-        targets = [path for path in linear if path != "lm_head"]
-    if "lm_head" in targets and not pretrained:
-        raise ValueError("lora.targets: a drafter's lm_head stays as it is; leave it out")
+        targets = [path for path in linear if not path.endswith(AS_THEY_ARE)]
+    elif not pretrained and (wrong := [name for name in AS_THEY_ARE if name in targets]):
+        raise ValueError(f"lora.targets: a drafter's {wrong[0]} stays as it is; leave it out")
     settings = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
