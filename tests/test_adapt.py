@@ -1,5 +1,6 @@
 """train.adapt: from a log to an accepted head and its card, killed on the way; and what it refuses before that."""
 
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from drafters import TargetModel, generate, make_drafter
 from drafters.config import validate
 from drafters.hub.checkpoint import config_of
 from drafters.hub.publishing import files_of
+from drafters.model.files import load_config_only
 from train.configs import AdaptConfig, schema_of, trained_methods
 from train.plan import adapt
 
@@ -98,6 +100,19 @@ def test_from_a_log_to_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         train.adapt.main([*given, "--epochs", "5"])
 
 
+SHIPPED = ["stdlib-eagle3", "stdlib-dflash", "stdlib-dspark", "stdlib-kangaroo"]
+
+
+def test_draft_tokens_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a head whose draft tokens are counted again in the traffic and published, and one that --lora refuses."""
+    monkeypatch.setattr(adapt, "check_head", lambda *_: load_config_only(TARGET))
+    for name, lora in itertools.product(("smollm2-eagle", "smollm2-kangaroo"), (False, True)):
+        head = ROOT / "checkpoints" / name
+        method = config_of(head).drafter_type
+        made = yaml.safe_load(planned(tmp_path, head, lora=lora)[f"configs/{method}.yaml"])
+        assert validate(schema_of(method), made, name).draft_vocab is None
+
+
 def planned(folder: Path, drafter: Path, **changes: Any) -> dict[str, str]:
     """The files of an adaptation."""
     keys = {"drafter": str(drafter), "target": TARGET, "traffic": "log.jsonl", "out": str(folder / "$(touch x)")}
@@ -113,10 +128,11 @@ def test_the_recipe_is_the_heads_own(tmp_path: Path) -> None:
     assert config.init_from == str(HEAD) and config.epochs == 4
     subprocess.run(["bash", "-n"], input=files["run.sh"], text=True, check=True)
     assert "--guard '$(touch y)'" in files["run.sh"] and "/$(touch x)'" in files["run.sh"]
-    for name in ("stdlib-eagle3", "stdlib-dflash", "stdlib-dspark", "stdlib-kangaroo"):
+    for name, lora in itertools.product(SHIPPED, (False, True)):
         head = ROOT / "checkpoints" / name
         method = (stored_head := config_of(head)).drafter_type
-        made = validate(schema_of(method), yaml.safe_load(planned(tmp_path, head)[f"configs/{method}.yaml"]), name)
+        files = planned(tmp_path, head, lora=lora)
+        made = validate(schema_of(method), yaml.safe_load(files[f"configs/{method}.yaml"]), name)
         stored = made.settled(lambda: 12).shape.stored()
         kept = {key: value for key, value in config_of(head).drafter.items() if key in stored}
         assert {key: stored[key] for key in kept} == kept and method in trained_methods()

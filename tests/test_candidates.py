@@ -317,7 +317,8 @@ def test_what_is_refused(target: TargetModel, features: Path, tmp_path: Path) ->
 
 
 def test_what_else_reads_checkpoints(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    """Catches an export with the pair's tensors, a training that starts with a pair, and frequent tokens beside it."""
+    """Catches an export with the pair's tensors, a training that loses the pair of init_from, has it beside draft
+    tokens or has that of another LM head, and frequent tokens beside it."""
     eagle(target, None, "chain", draft_vocab=None).save_pretrained(tmp_path / "eagle")
     run(tmp_path / "eagle", features, *SIZES)
     notices = export(str(tmp_path / "eagle"), "vllm", tmp_path / "vllm")
@@ -326,8 +327,14 @@ def test_what_else_reads_checkpoints(target: TargetModel, features: Path, tmp_pa
     assert not any("candidates" in name for name in stored)
     values = tiny_run.settings(target.name, features, tmp_path / "run", steps=1, init_from=str(tmp_path / "eagle"))
     tiny_run.train_here("eagle", values)
-    config, weights = checkpoint.load_checkpoint(tmp_path / "run")
-    assert "candidates_a" not in weights and "candidates" not in config["drafter"]
+    assert load_drafter(str(tmp_path / "run"), target).lm_head.candidates.count == 16
+    config, weights = checkpoint.load_checkpoint(tmp_path / "eagle")
+    tuned = weights | {"candidates_lm_head": weights["candidates_lm_head"] + 1}
+    checkpoint.save_checkpoint(tmp_path / "tuned", tuned, config)
+    for name, changes in (("tokens", {"draft_vocab": 40}), ("other", {"init_from": str(tmp_path / "tuned")})):
+        tiny_run.train_here("eagle", values | {"out": str(tmp_path / name)} | changes)
+        config, weights = checkpoint.load_checkpoint(tmp_path / name)
+        assert "candidates_a" not in weights and "candidates" not in config["drafter"]
     draft_vocab.main([str(tmp_path / "eagle"), "--data", str(features / "heldout"), "--size", "50"])
     drafter: Any = load_drafter(str(tmp_path / "eagle"), target)
     assert drafter.lm_head.candidates is None and drafter.settings.draft_vocab == 50

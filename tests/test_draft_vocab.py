@@ -14,6 +14,7 @@ from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, make_drafter
 from drafters.heads.eagle.module import EagleHead
+from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
 from train.core.losses import Pairs
@@ -54,6 +55,26 @@ def test_training_exports_what_it_counted(target: TargetModel, features: Path, t
     assert row["heldout_draft_vocab_coverage"] == pytest.approx(covered / total, abs=1e-9) and 0 < covered < total
     made = run.task.drafters(target, run.engine.weights())
     assert all(one.lm_head.width - one.lm_head.text == 30 for one in made.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_a_further_training_keeps_the_tokens(
+    target: TargetModel, features: Path, tmp_path: Path, lora: dict[str, int] | None
+) -> None:
+    """Catches tokens that are counted again in the new data, and so published with its frequencies, that a resumed run
+    loses, or that tau is not measured with."""
+    options = {"draft_vocab": 30, "draft_dtype": "int8"}
+    listed = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))[:50].int()
+    head = EagleHead(target.config).state_dict() | {"draft_ids": listed}
+    save_checkpoint(tmp_path / "head", head, make_config("eagle", options, target))
+    values = tiny_run.settings(target.name, features, tmp_path / "run", init_from=str(tmp_path / "head"), lora=lora)
+    for steps in (2, 4):
+        run = tiny_run.train_here("eagle", values | {"steps": steps, "save_every": 2}, resume=steps > 2)
+        drafter: Any = load_drafter(str(tmp_path / "run"), target, draft_text=0)
+        measured = run.task.drafters(target, run.engine.weights())
+        for one in (drafter, *measured.values()):
+            assert one.lm_head.ids[:30].tolist() == listed[:30].tolist()
+            assert (one.settings.draft_vocab, one.settings.draft_dtype) == (30, "int8")
 
 
 @pytest.mark.parametrize("method", ["eagle", "kangaroo"])

@@ -5,9 +5,10 @@ A task returns sums and counts, never means: the loop adds them up over micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -61,7 +62,8 @@ class Task:
         against_logits: the loss compares with the target's logits; else the targets of training are the text's tokens.
         layers_config: the configuration of the module's layers.
         lm_heads: names of weights that are LM heads or embeddings; the module's forward takes no product with them.
-        draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``; None without it.
+        draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``, else those of ``init_from``; None without.
+        pair: tensors of the candidates of ``init_from``. rows_options: its options of which rows of the LM head draft.
         block_rows, slots: of a block drafter, the rows of a block, and those that predict.
         reach: tokens before a block that it attends to; None: all.
         done: share of the run so far; the loop sets it before each step, and elsewhere it is 1.
@@ -81,6 +83,8 @@ class Task:
     reach: int | None = None
     slots = 1
     base: BaseHead | None = None
+    pair: Mapping[str, Tensor] = MappingProxyType({})
+    rows_options: Mapping[str, Any] = MappingProxyType({})
     done = 1.0
     config: TrainConfig
     module: nn.Module

@@ -20,8 +20,8 @@ from drafters.hub.checkpoint import (
     save_checkpoint,
 )
 from drafters.methods import drafter_class
-from drafters.model.candidates import without_pair
-from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.candidates import TENSORS, CandidateOptions, head_fingerprint, without_pair
+from drafters.model.draft_head import DRAFT_IDS, DraftHeadOptions
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import TrainConfig
 from train.core.lora import copy_weights, load_base, save_adapter, with_lora
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Keys of a shape that may differ from those of init_from: sizes, which the weights' shapes show, and records.
 SHOWN = {"draft_vocab_size", "trained_steps", "shape"}
+# Options of init_from's checkpoint that the new one keeps: which rows of the LM head draft.
+ROWS = DraftHeadOptions.model_fields.keys() | CandidateOptions.model_fields.keys()
 
 
 def shape_of(config: TrainConfig) -> HeadShape:
@@ -50,10 +52,8 @@ def shape_of(config: TrainConfig) -> HeadShape:
 
 def init_from(task: Task, checkpoint: str) -> None:
     """Replace the new weights by those of a trained drafter of the same target, or of one that it was tuned from (only
-    the shapes have to fit). Its draft vocabulary and candidates are not taken over. A head that this method ``extends``
-    leaves the other parts new.
-
-    With ``lora`` it is the base of the adapter, and its draft vocabulary stays.
+    the shapes have to fit). A head that this method ``extends`` leaves the other parts new. With ``lora`` it is the
+    base of the adapter.
 
     Raises:
         ValueError: nothing loadable there, another method's drafter, other shapes, or an adapter of an adapter.
@@ -78,8 +78,7 @@ def init_from(task: Task, checkpoint: str) -> None:
                 f"init_from: the head in {checkpoint} has {key}: {before}, and this trains one with {key}: {now}; "
                 f"set head.{key}={before}, or another init_from"
             )
-    weights = without_pair(weights)  # of the LM head before training
-    ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
+    weights, source = _keep_rows(task, stored["drafter"], weights), f"init_from: {checkpoint}"
     if config.lora is None:
         if kind is not task.drafter:
             with torch.device("meta"):
@@ -89,11 +88,31 @@ def init_from(task: Task, checkpoint: str) -> None:
         load_state(task.drafting_module, weights, source)
         return
     task.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
-    if ids is not None and (count := stored["drafter"].get("draft_vocab")):
-        task.draft_ids = ids[:count]
     plain = task.drafter.build_module(task.ends.config, task.head)
     load_state(plain, weights, source)
     load_base(task.module, plain.state_dict())
+
+
+def _keep_rows(task: Task, section: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Let the task draft with the draft tokens and the candidates of ``init_from``; return its other weights.
+
+    Neither is kept if the config counts new draft tokens, and no candidates of an LM head that is trained or another's.
+    """
+    pair, head = {name: weights[name] for name in TENSORS if name in weights}, task.ends.lm_head
+    kept = {key: section[key] for key in ROWS & section.keys() & task.drafter.options.model_fields.keys()}
+    if task.config.draft_vocab is not None and not task.config.sizes_lm_head:
+        kept |= dict.fromkeys(kept.keys() & {"draft_vocab", "candidates"})
+    if kept.get("candidates"):
+        if "lm_head.weight" in weights:  # its own
+            fits = task.config.lora is not None
+        else:
+            fits = int(pair[TENSORS[-1]]) == int(head_fingerprint(head.weight, head.bias))
+        task.pair = pair if fits else {}
+        kept |= {} if fits else {"candidates": None}
+    if kept.get("draft_vocab") and DRAFT_IDS in weights:
+        task.draft_ids = weights[DRAFT_IDS][: kept["draft_vocab"]]
+    task.rows_options = {key: value for key, value in kept.items() if value is not None}
+    return {name: value for name, value in without_pair(weights).items() if name != DRAFT_IDS}
 
 
 def _typed(value: object) -> str:
@@ -121,10 +140,11 @@ def draft_with(task: Task, ids: Tensor) -> None:
 
 def exported(task: Task, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint of ``weights``, and its ``drafter`` section; adapters are merged."""
-    options = task.head.stored()
+    options = {**task.head.stored(), **task.rows_options}
     if task.config.lora is not None:
         exact = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
         weights = _adapter(task, exact).merge_and_unload().state_dict()
+    weights = {**weights, **task.pair}
     if task.draft_ids is None or task.config.sizes_lm_head:  # then d2t is among the weights
         return weights, options
     return weights | {DRAFT_IDS: task.draft_ids}, options | {"draft_vocab": len(task.draft_ids)}

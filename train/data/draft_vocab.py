@@ -32,7 +32,8 @@ WHOLE = 1 << 30  # longest dialogue in tokens: none is cut
 
 
 def find_frequent(task: Task, train: Source) -> str | None:
-    """Give ``task`` the ``draft_vocab`` and the ``loss_vocab`` most frequent tokens of the training answers.
+    """Give ``task`` the ``draft_vocab`` and the ``loss_vocab`` most frequent tokens of the training answers. Without
+    ``draft_vocab`` those of ``init_from`` stay.
 
     Return a note on the share of the answers' tokens that can be drafted, or None if that is all of them.
 
@@ -43,18 +44,18 @@ def find_frequent(task: Task, train: Source) -> str | None:
     keys = {*task.drafter.options.model_fields, *type(task.head).model_fields}
     if draft is not None and not {"draft_vocab", "draft_vocab_size"} & keys:
         raise ValueError(f"draft_vocab is {draft:,}, and drafter {task.drafter.name!r} takes none; leave it out")
-    if draft is None and loss is None:
+    if draft is None and loss is None and task.draft_ids is None:
         return None
     answers = ((dialogue.input_ids, dialogue.loss_mask) for dialogue in map(train.__getitem__, range(len(train))))
     counts = count_answers(answers, vocab)
     if loss is not None:
         task.heads.ids = most_frequent(counts, loss, "loss_vocab")
-    if draft is None:
+    if draft is not None:
+        draft_with(task, most_frequent(counts, draft, "draft_vocab"))
+    if task.draft_ids is None:
         return None
-    draft_with(task, most_frequent(counts, draft, "draft_vocab"))
-    assert task.draft_ids is not None  # those of init_from, if its LM head is the head's own
     covered = float(counts[task.draft_ids.long()].sum() / counts.sum().clamp_min(1))
-    said = f"draft_vocab={draft:,} covers {covered:.1%} of the training answers' tokens"
+    said = f"draft_vocab={len(task.draft_ids):,} covers {covered:.1%} of the training answers' tokens"
     if covered >= LEAST_COVERED:
         return said
     of_head = ", or leave init_from out, whose tokens these are" if task.config.init_from else ""

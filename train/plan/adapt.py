@@ -68,7 +68,7 @@ def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
         "command": shlex.join(command), "bin": str(Path(sys.executable).parent),
     }  # fmt: skip
     training = fill("adapt/training.yaml", values)
-    config = validate(schema, yaml.safe_load(training), "adapt/training.yaml")
+    config = validate(schema, yaml.safe_load(training), f"--drafter {adapt.drafter}, its recorded training")
     values["taps"] = list(config.settled(lambda: int(target.num_hidden_layers)).taps)
     if adapt.guard is None:
         print("no --guard: nothing will be known of other prompts than the traffic")
@@ -102,8 +102,8 @@ def check_head(adapt: AdaptConfig, head: CheckpointConfig) -> PretrainedConfig:
 
 def recipe(head: CheckpointConfig, schema: type[TrainConfig]) -> dict[str, Any]:
     """Return the shape of the head, and the keys of its recorded training that the adaptation repeats."""
-    shape, options = split(head_shape(head.drafter_type), head.drafter)
-    rows = shape.pop("draft_vocab_size", None) or options.get("draft_vocab")
+    shape, _ = split(head_shape(head.drafter_type), head.drafter)
+    rows = shape.pop("draft_vocab_size", None)  # of its own LM head; other draft tokens stay those of init_from
     shape = {key: value for key, value in shape.items() if key not in ("trained_steps", "shape")}
     before = head.training.get("config", {})
     own = (schema.model_fields.keys() - TrainConfig.model_fields.keys() | REPEATED) - NOT_REPEATED

@@ -80,12 +80,11 @@ class TrainRun:
     def _first_weights(self, resumed: bool) -> None:
         """The weights of step 0, and the vocabularies of draft and loss.
 
-        A resumed run needs them, too: a state holds no vocabulary, no base of a LoRA, and not the numbers of the
-        tokens of a head's own LM head.
+        A resumed run needs them, too: a state holds no vocabulary, no candidates and no base of a LoRA.
         """
         config, task, train = self.config, self.task, self.inputs.train
         task.load()
-        if config.init_from is not None and (not resumed or config.lora or config.sizes_lm_head):
+        if config.init_from is not None:
             init_from(task, config.init_from)
         covered, self.trained = find_frequent(task, train), task.describe(train)
         for line in (covered, self.trained) if self.ranks.is_first else ():
