@@ -140,6 +140,19 @@ def test_the_recipe_is_the_heads_own(tmp_path: Path) -> None:
         assert not {"ttt_from", "unroll_from"} & adapt.recipe(recorded, schema_of(method)).keys()
 
 
+@pytest.mark.parametrize("recorded", [{"learning_rate": 3e-3}, {}])
+def test_a_second_adaptation_has_the_rate_of_the_first(tmp_path: Path, recorded: dict[str, float]) -> None:
+    """Catches a thirtieth of a thirtieth, which changes nothing."""
+    head = tmp_path / "head"
+    shutil.copytree(HEAD, head)
+    stored = json.loads((head / "config.json").read_text())
+    for _ in range(2):
+        (head / "config.json").write_text(json.dumps(stored | {"training": {"config": recorded}}))
+        recorded = yaml.safe_load(planned(tmp_path, head)["configs/eagle.yaml"])
+        config = validate(schema_of("eagle"), recorded, "test")
+        assert config.learning_rate == pytest.approx(1e-4)
+
+
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path) -> None:
     """Catches a head of another target, whose features are computed for hours before it does not load."""
     head = tmp_path / "head"

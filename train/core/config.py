@@ -90,6 +90,9 @@ class TrainConfig(Config):
     gradient_accumulation: int = Field(1, ge=1, le=1024, description="micro-batches of a rank in one step")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training-options.md")
     learning_rate: float = Field(gt=0)
+    first_learning_rate: float | None = Field(
+        None, gt=0, description="the head's before any adaptation: train.adapt records it, and uses a share of it"
+    )
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0, le=100)
     warmup_steps: Amount = Field(2000, ge=0, description="linear warm-up from 0")

@@ -23,7 +23,7 @@ from train.plan.write import SMALL, fill, write_files
 from train.preflight.estimate import target_parameters
 
 NEW_TOKENS = 128  # most tokens of an answer that is measured
-# Learning rate: a share of the one that the head was trained with, if its checkpoint records that, else one of these.
+# Learning rate: a share of the head's first one, if its checkpoint records that, else one of these.
 # Tuned on the bundled target (docs/adapting.md): larger shares gain more on the traffic and lose still more elsewhere.
 SHARE = 1 / 30
 SMALL_RATE, LARGE_RATE = 1e-4, 1e-6  # for hidden sizes up to SMALL, and above
@@ -53,15 +53,16 @@ def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
     schema, kind = schema_of(head.drafter_type), drafter_class(head.drafter_type)
     longest = getattr(target, "max_position_embeddings", None) or adapt.max_length
     device, recorded = resolve_device(), recipe(head, schema)
-    before = head.training.get("config", {}).get("learning_rate")
+    before = head.training.get("config", {})
     usual = SMALL_RATE if target.hidden_size <= SMALL else LARGE_RATE
-    rate = SHARE * before if before else usual
+    first = before.get("first_learning_rate") or before.get("learning_rate") or usual / SHARE
     if adapt.lora and recorded.get("optimizer") == "muon":
         del recorded["optimizer"]
     new_tokens = min(NEW_TOKENS, longest // 4)
     values = vars(adapt) | {
         "out": str(adapt.out), "name": adapt.out.name, "method": head.drafter_type, "recorded": recorded,
-        "rate": float(f"{rate:.2g}"), "cpu": device.type == "cpu", "max_length": min(adapt.max_length, longest),
+        "rate": float(f"{SHARE * first:.2g}"), "first": first,
+        "cpu": device.type == "cpu", "max_length": min(adapt.max_length, longest),
         "tree": "tree" in kind.options.model_fields, "longest": longest - new_tokens, "new_tokens": new_tokens,
         "lossless": 4 * target_parameters(target)[0] < free_memory(device),
         "script": os.path.relpath(Path(__file__).parents[1] / f"{head.drafter_type}.py"), "here": str(Path.cwd()),
