@@ -4,9 +4,9 @@
 
 Reads our own records and logs of OpenAI-compatible servers (data_prep/dialogues/served.py), of any size, from the
 newest conversation on. The newest fifth is held out; each of its conversations is one prompt, its last request. The
-tenth before is for choosing weights. Repeated prompts, and held-out questions that were asked before, are dropped. The
-prompts' numbers of tokens are compared with the server's, which shows another tokenizer or template. Prints and writes
-counts only: ids are hashes.
+tenth before is for choosing weights. Repeated prompts are dropped, and held-out conversations whose questions were all
+asked before, in this order. The prompts' numbers of tokens are compared with the server's, which shows another
+tokenizer or template. Prints counts, and writes counts and a hash of the log; the records' ids are numbers.
 """
 
 from pathlib import Path

@@ -85,9 +85,8 @@ def test_the_newest_conversations_are_held_out(target_folder: Path, tmp_path: Pa
     out."""
     rows = [asked(number, at=float(1000 - number)) for number in range(100)]  # the log's first is the newest
     again = asked(70, at=2000.0, answer="five")  # the newest answer to a repeated prompt
-    before = [*asked(95, 0)["request"]["messages"], {"role": "assistant", "content": "four"}]
-    old = asked(7, at=3000.0, before=before) | {"conversation_id": "b"}  # a new conversation with an old question
-    sides = split(tmp_path, target_folder, [*rows, again, old])
+    old = {"conversation_id": "b", "request": {"messages": [USER | {"content": " QUESTION  95"}]}, "response": "four"}
+    sides = split(tmp_path, target_folder, [*rows, again, old | {"time": 3000.0}])
     held = {int(text.split()[1]) for text in questions(sides["heldout"])}
     assert held == {70, *range(18)}
     train = {int(text.split()[1]) for text in questions(sides["train"])}
@@ -95,6 +94,26 @@ def test_the_newest_conversations_are_held_out(target_folder: Path, tmp_path: Pa
     facts = json.loads((tmp_path / "out" / "traffic.json").read_text())
     assert facts["dropped"] == {"repeated_prompt": 1, "question_asked_before": 1}
     assert facts["conversations"] == {"train": 71, "valid": 10, "heldout": 19}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_conversations_that_begin_alike(target_folder: Path, tmp_path: Path, whole: bool) -> None:
+    """Catches held-out conversations that are dropped because others also begin with a greeting, one whose questions
+    were all asked before, and one question whose answer is trained on within a longer record."""
+    hi = [USER | {"content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows = []
+    for number in range(100):
+        name, end = {"conversation_id": f"c{number}"}, asked(number, at=number, before=hi)
+        rows += [asked(number, number) | name | {"request": {"messages": hi[:1]}}, end | name]
+        if whole:  # our own records
+            rows[-2:] = [{"messages": [*end["request"]["messages"], hi[1]], "time": number} | name]
+    greeting = {"conversation_id": "x", "request": {"messages": [USER | {"content": "hi"}]}, "response": "Hello."}
+    longer = asked(1, 101.0, before=[hi[0] | {"content": "HI"}, hi[1]]) | {"conversation_id": "y"}
+    sides = split(tmp_path, target_folder, [*rows, greeting | {"time": 100.0}, longer])
+    again = 1 + whole  # requests: only the newest greeting counts, and it is held out
+    assert {name: len(side) for name, side in sides.items()} == {"train": 72, "valid": 10, "heldout": 20 - again}
+    facts = json.loads((tmp_path / "out" / "traffic.json").read_text())
+    assert facts["dropped"]["question_asked_before"] == again
 
 
 def test_each_served_answer_counts_once(target_folder: Path, tmp_path: Path) -> None:
@@ -115,7 +134,8 @@ def test_each_served_answer_counts_once(target_folder: Path, tmp_path: Path) -> 
 def test_bad_logs_are_refused(target_folder: Path, tmp_path: Path) -> None:
     """Catches an adaptation to one conversation, to questions without answers, and to another template's prompts."""
     for rows, message in (
-        ([asked(1, 0.0)], r"1 usable conversation\(s\) .* at least 50 are needed"),
+        ([asked(1, 0.0)], r"train 0, valid 1, heldout 0 usable conversations .*at least train 25, valid 3, heldout 10"),
+        ([asked(number, number) for number in range(30)], "train 12, valid 3, heldout 15 usable"),
         ([{"request": {"messages": [USER]}}] * 9, "no record is usable .*dropped 9 .*no_conversations 9"),
         ([{"request": {"messages": [USER]}, "response": None}] * 9, "no record is usable .*no_answer 9"),
     ):

@@ -1,6 +1,6 @@
 """Choose, split and write served conversations, for data_prep.traffic.
 
-The log is read twice, line by line. The first pass keeps 44 bytes of each record, at its peak 1.5 GB for 9 million. The
+The log is read twice, line by line. The first pass keeps 56 bytes of each record, at its peak 2 GB for 9 million. The
 second one keeps the chosen dialogues, of at most ``MOST_BYTES`` of text.
 """
 
@@ -25,7 +25,8 @@ from data_prep.dialogues.reader import Dialogue, ReadCounts, dataset_records, re
 from data_prep.dialogues.served import Served, parse_served
 from drafters.common.files import replace_json, replace_text
 
-FEWEST = 50  # conversations: fewer cannot be trained on and measured apart
+# Conversations of each side: with fewer, training has no new text, tau on valid is noise, or no gain is significant.
+FEWEST = {"train": 25, "valid": 3, "heldout": 10}
 MOST_BYTES = 1 << 27  # of the chosen records in the log: 10 times that in memory
 LARGEST_LIST = 1 << 28  # bytes of a log that is one JSON list, which cannot be read line by line
 HELD_OUT, VALID = 0.2, 0.1  # shares of the conversations, the newest and the ones before
@@ -43,13 +44,15 @@ class Index:
     times: np.ndarray
     conversations: np.ndarray
     prompts: np.ndarray
-    questions: np.ndarray
+    questions: np.ndarray  # of the whole dialogue
+    openings: np.ndarray  # the first question if its answer is the target's, too, else as above
+    lengths: np.ndarray  # messages
     sizes: np.ndarray  # characters
 
     @classmethod
     def read(cls, records: Iterator[tuple[int, Served | None]]) -> "Index":
         """Read all records; one without a time has that of the record before it, or none has."""
-        columns: list[Any] = [array(kind) for kind in "qdQQQi"]
+        columns: list[Any] = [array(kind) for kind in "qdQQQQii"]
         before = -np.inf
         for number, served in records:
             if served is None:
@@ -57,8 +60,11 @@ class Index:
             before = before if served.time is None else served.time
             messages = served.dialogue.messages
             text = json.dumps([_plain(message) for message in messages[:-1]], sort_keys=True)
-            row = number, before, hashed(served.conversation), hashed(text), hashed(served.question)
-            for column, value in zip(columns, (*row, len(text) + len(messages[-1]["content"])), strict=True):
+            asked = served.questions
+            opening = asked[:1] if len(served.answers) > 1 else asked
+            row = number, before, hashed(served.conversation), hashed(text), hashed("\n".join(asked))
+            sizes = len(messages), len(text) + len(messages[-1]["content"])
+            for column, value in zip(columns, (*row, hashed("\n".join(opening)), *sizes), strict=True):
                 column.append(value)
         return cls(*(np.frombuffer(column, column.typecode) if column else np.zeros(0) for column in columns))
 
@@ -76,6 +82,11 @@ class Index:
         """Return the conversations, the one with the newest record first."""
         names, first = np.unique(self.conversations[::-1], return_index=True)
         return names[np.argsort(first)]
+
+    def longest_of_each_conversation(self) -> "Index":
+        """Return one row of each conversation, whose question is the one that is measured (``last_request``)."""
+        order = np.lexsort((self.lengths, self.conversations))[::-1]
+        return self.of(order[np.unique(self.conversations[order], return_index=True)[1]])
 
 
 def hashed(text: str) -> int:
@@ -97,13 +108,14 @@ def write_traffic(parsed: argparse.Namespace) -> None:
     count, index = len(index.numbers), index.newest_of_each_prompt()
     counts.dropped["repeated_prompt"] += count - len(index.numbers)
     sides = split(index, parsed.conversations, counts)
-    chosen = sum(map(len, sides.values()))
     index = index.of(np.isin(index.conversations, np.concatenate([*sides.values()])))
     counts.usable, counts.dropped = len(index.numbers), +counts.dropped  # without reasons that count 0
-    if chosen < FEWEST:
+    if any(len(sides[name]) < fewest for name, fewest in FEWEST.items()):
         raise ValueError(
-            f"{parsed.log}: {chosen} usable conversation(s) ({counts.describe()}), and at least {FEWEST} are needed: a "
-            "head adapted to fewer cannot be measured on others"
+            f"{parsed.log}: {', '.join(f'{name} {len(sides[name])}' for name in NAMES)} usable conversations "
+            f"({counts.describe()}), and at least {', '.join(f'{name} {FEWEST[name]}' for name in NAMES)} are needed; "
+            "give a longer log. Records without a conversation_id are one conversation if their system message and "
+            "first question are the same"
         )
     dialogues = collect(parsed, index, sides)
     compared = compare_prompts(dialogues, load_tokenizer(parsed.target, None, parsed.chat_template), parsed.log)
@@ -146,7 +158,8 @@ def expected(counts: ReadCounts) -> str:
 
 
 def split(index: Index, most: int, counts: ReadCounts) -> dict[str, np.ndarray]:
-    """Return the conversations of each side; count those left out, and drop questions that an older side has."""
+    """Return the conversations of each side; count those left out. Drop one whose questions an older side has, all of
+    them in order."""
     names = index.by_age()[:most]
     whole, index = len(index.numbers), index.of(np.isin(index.conversations, names))
     unique, of_unique = np.unique(index.conversations, return_inverse=True)
@@ -157,13 +170,13 @@ def split(index: Index, most: int, counts: ReadCounts) -> dict[str, np.ndarray]:
     held = min(max(FEWEST_HELD_OUT, int(HELD_OUT * len(chosen))), len(chosen) // 2)
     valid = held + max(1, int(VALID * len(chosen)))
     sides = {"train": chosen[valid:], "valid": chosen[held:valid], "heldout": chosen[:held]}
-    asked_before = index.questions[np.isin(index.conversations, sides["train"])]
+    measured, older = index.longest_of_each_conversation(), sides["train"]
     for name in ("valid", "heldout"):
-        of_side = np.isin(index.conversations, sides[name])
-        again = np.unique(index.conversations[of_side & np.isin(index.questions, asked_before)])
+        before = index.of(np.isin(index.conversations, older))
+        asked = np.isin(measured.questions, np.concatenate([before.questions, before.openings]))
+        again = np.intersect1d(measured.conversations[asked], sides[name])
         counts.dropped["question_asked_before"] += int(np.isin(index.conversations, again).sum())
-        asked_before = np.concatenate([asked_before, index.questions[of_side]])
-        sides[name] = np.setdiff1d(sides[name], again)
+        older, sides[name] = np.concatenate([older, sides[name]]), np.setdiff1d(sides[name], again)
     return sides
 
 
@@ -223,8 +236,8 @@ def write(out: Path, dialogues: dict[str, list[list[Served]]], facts: dict[str, 
 
 
 def last_request(conversation: list[Served]) -> list[Message]:
-    """The longest dialogue; only its last answer counts, so that its whole request is the prompt."""
-    messages = max(conversation, key=lambda served: len(served.dialogue.messages)).dialogue.messages
+    """The longest dialogue, of several the newest. Only its last answer counts: its whole request is the prompt."""
+    messages = max(reversed(conversation), key=lambda served: len(served.dialogue.messages)).dialogue.messages
     return _counting(messages, {len(messages) - 1})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep.dialogues.json_records import Unreadable
 from data_prep.dialogues.messages import DroppedError, first_value
-from data_prep.dialogues.reader import TURN_KEYS, Dialogue, first_question, parse_record
+from data_prep.dialogues.reader import TURN_KEYS, Dialogue, first_question, parse_record, same_question
 
 CONVERSATION_KEYS = ("conversation_id", "session_id", "thread_id", "chat_id")
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "start_time", "startTime", "date")
@@ -38,9 +38,9 @@ class Served:
     prompt_tokens: int | None
 
     @property
-    def question(self) -> str:
-        """The first question, as a key that ignores case and white space."""
-        return first_question(self.dialogue)
+    def questions(self) -> list[str]:
+        """All questions, without differences in case and white space."""
+        return [same_question(one["content"]) for one in self.dialogue.messages if one["role"] == "user"]
 
 
 def parse_served(record: Any, place: str, changed: Counter[str] | None = None, own_template: bool = False) -> Served:
