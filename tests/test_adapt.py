@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,8 @@ def test_the_recipe_is_the_heads_own(tmp_path: Path) -> None:
     assert config.learning_rate == pytest.approx(adapt.SHARE * 3e-3) and config.lora is not None
     assert config.init_from == str(HEAD) and config.epochs == 4
     subprocess.run(["bash", "-n"], input=files["run.sh"], text=True, check=True)
+    steps = re.findall(r"python -m (\S+)", files["run.sh"])  # an unusable guard is known before hours of features
+    assert steps[:4] == ["data_prep.traffic", "eval.gate", "data_prep.features", "data_prep.inspect"]
     assert "--guard '$(touch y)'" in files["run.sh"] and "/$(touch x)'" in files["run.sh"]
     for name, lora in itertools.product(SHIPPED, (False, True)):
         head = ROOT / "checkpoints" / name
@@ -166,3 +169,7 @@ def test_what_cannot_be_adapted_is_refused(tmp_path: Path) -> None:
     (head / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="is a LoRA of you/base; give that head, or merge them"):
         planned(tmp_path, head)
+    (tmp_path / "guard.txt").touch()
+    for guard in ("guard.txt", "missing.jsonl"):
+        with pytest.raises(ValueError, match=rf"--guard: .*{guard} is no file of prompts; give one .*or a suite: "):
+            train.adapt.check_guard(str(tmp_path / guard))

@@ -61,7 +61,8 @@ def test_what_is_accepted(prompts: int, traffic: float, guard: float, accepted: 
 def test_prompts_of_the_traffic_are_taken_out_of_the_guard(
     target_folder: Path, tmp_path: Path, speed_config: Any
 ) -> None:
-    """Catches a guard that was trained on, and a prompt that ends before the request that was served."""
+    """Catches a guard that was trained on, advice to lengthen it if all of it was, and a prompt that ends before the
+    request that was served."""
     guard, traffic = tmp_path / "guard.jsonl", tmp_path / "traffic.jsonl"
     speed_config([], {})  # writes a target
     write(guard, [sharegpt(f"question {number}", "four") for number in range(6)])
@@ -74,6 +75,10 @@ def test_prompts_of_the_traffic_are_taken_out_of_the_guard(
     keys = {"file": str(guard), "apart_from": [str(traffic)]}
     found = load_prompts(validate(PromptsConfig, keys, "test"), tokenizer, **limits)
     assert found.skipped == {"asked_elsewhere": 1} and len(found.measured) == 4
+    write(traffic, [row, *(sharegpt(f"question {number}", "four") for number in range(6))])
+    with pytest.raises(ValueError, match=r"no prompt is left to measure, 6 are also in .*traffic.jsonl"):
+        load_prompts(validate(PromptsConfig, keys, "test"), tokenizer, **limits)
+    write(traffic, [row])
     served = load_prompts(validate(PromptsConfig, {"file": str(traffic)}, "test"), tokenizer, **limits | {"warmup": 0})
     assert [message["content"].strip() for message in served.measured[0].question] == ["QUESTION  2", "one", "Why?"]
 

@@ -187,7 +187,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", "./none", "--out", "x", *ADAPTED], NO_FOLDER),
         (["--target", TARGET, "--out", "x", *ADAPTED, "--drafter", "./none"], NO_FOLDER),
         (["--target", TARGET, "--out", "x", *ADAPTED, "--traffic", "none.jsonl"], "no data file at none.jsonl"),
-        (["--target", TARGET, "--out", "x", *ADAPTED, "--guard", "gsm9k"], "no file gsm9k; give .* gsm8k, humaneval"),
+        (["--target", TARGET, "--out", "x", *ADAPTED, "--guard", "gsm9k"], "gsm9k is no file of prompts; .* gsm8k"),
         (["--target", TARGET, "--out", "features", *ADAPTED], "holds files that no adaptation has written"),
         (["--target", TARGET, "--out", "x", *ADAPTED, "--most-loss", "0"], "most_loss: .*greater than 0"),
     ],

@@ -2,8 +2,8 @@
 
     python -m train.adapt --drafter HEAD --target MODEL --traffic log.jsonl --out runs/adapted [--guard SUITE]
 
-Writes configs and run.sh into --out and runs it: split the log by conversation and time, compute the target's states,
-test that the answers are its own, measure the present head on held-out conversations and on the guard, train (all
+Writes configs and run.sh into --out and runs it: split the log by conversation and time, measure the present head on
+held-out conversations and on the guard, compute the target's states, test that the answers are its own, train (all
 weights at a low rate, or --lora), measure again. The new head is accepted if the 95% interval over conversations is
 above 0 on the traffic and above -2% (--most-loss) on the guard; then come the test of losslessness, the model card and,
 with --push, the Hub. Otherwise the present head stays, the exit status is 1, and gate/gate.md says why. After a kill
@@ -20,6 +20,8 @@ from drafters.cli.program import CommandLine, command, keeping, positive, run_pr
 from drafters.common.paths import check_model
 from drafters.config import validate
 from train.configs import START_SCRIPT, AdaptConfig
+
+GUARDS = (".jsonl", ".json", ".gz", ".yaml", ".yml")  # files of prompts, and of suites
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -49,8 +51,11 @@ def check_guard(guard: str | None) -> None:
     """Raise ValueError if the guard is no file of prompts, and no suite's YAML file or name."""
     suites = Path(__file__).parents[1] / "configs" / "suites"
     known = sorted(file.stem for file in suites.glob("*.yaml"))
-    if guard is not None and guard not in known and not Path(guard).is_file():
-        raise ValueError(f"--guard: no file {guard}; give a file of prompts or a suite: {', '.join(known)}")
+    if guard is None or guard in known or (guard.endswith(GUARDS) and Path(guard).is_file()):
+        return
+    raise ValueError(
+        f"--guard: {guard} is no file of prompts; give one ({', '.join(GUARDS)}), or a suite: {', '.join(known)}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

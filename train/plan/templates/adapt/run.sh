@@ -25,12 +25,12 @@ fi
   python -m data_prep.traffic {{ traffic | sh }} --target {{ target | sh }} --conversations {{ conversations }}{{ template }} \
     --out "$out/traffic"
 {% endcall %}
+{% call step("before", "gate/before", "measure the present head") %}
+{{ gate() }}
+{% endcall %}
 {% call step("features", "features", "compute the target's states, and test that the answers are its own") %}
   python -m data_prep.features --config "$out/configs/features.yaml"
   python -m data_prep.inspect "$out/features/train" --own
-{% endcall %}
-{% call step("before", "gate/before", "measure the present head") %}
-{{ gate() }}
 {% endcall %}
 {% call step("train", method, "adapt it") %}
   python {{ script | sh }} --config "$out/configs/{{ method }}.yaml" \
