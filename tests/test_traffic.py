@@ -1,6 +1,9 @@
 """python -m data_prep.traffic: a log of a server is read as served, split by conversation and time, and counted."""
 
+import contextlib
+import copy
 import gzip
+import itertools
 import json
 import resource
 from pathlib import Path
@@ -9,9 +12,10 @@ from typing import Any
 import pytest
 
 from data_prep.answers import traffic as reading
+from data_prep.answers.traffic import Index
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.messages import DroppedError
-from data_prep.dialogues.served import parse_served
+from data_prep.dialogues.served import CONVERSATION_KEYS, TIME_KEYS, parse_served
 from data_prep.traffic import main
 
 USER = {"role": "user", "content": "What is it?"}
@@ -70,14 +74,32 @@ def test_forms_of_logs() -> None:
         ({"response": {"choices": []}}, "no_answer"),
         ({"response": {"status_code": 500}}, "failed_request"),
         ({"request": {"model": "m"}}, "no_request"),
+        ({"conversation_id": "\ud800"}, "invalid_text"),
+        ({"created": 10**400}, "broken_time"),
         ({"request": SERVED["request"] | {"chat_template_kwargs": {"enable_thinking": False}}}, "template_options"),
     ],
 )
 def test_unusable_records_are_counted_by_reason(changes: dict[str, Any], reason: str) -> None:
-    """Catches a failed request whose empty answer is trained on, and another template's prompts."""
+    """Catches a failed request whose empty answer is trained on, another template's prompts, and one bad record that
+    ends the reading."""
     with pytest.raises(DroppedError) as told:
         parse_served(SERVED | changes, "1")
     assert told.value.reason == reason
+
+
+def test_any_value_is_read_or_dropped() -> None:
+    """Catches another error than DroppedError, which ends the reading."""
+    strange = [None, True, -1, 10**400, float("inf"), "", "\ud800", "2026-99", "0001-01-01", [], [[]], {}, {"x": [1]}]
+    keys = [*CONVERSATION_KEYS, *TIME_KEYS, "error", "metadata", "body", "status_code", "prompt_token_ids", "content"]
+    keys += ["name", "tool_calls", "reasoning_content", "weight", "id", "category", "request", "response", "messages"]
+    keys += ["tools", "choices", "message", "usage", "prompt_tokens", "finish_reason", "chat_template_kwargs", "delta"]
+    for place, key, value in itertools.product(range(5), keys, strange):
+        changed = copy.deepcopy(SERVED)
+        inner = [changed, changed["request"], changed["request"]["messages"][0], changed["response"]]
+        inner += [changed["response"]["choices"][0]["message"]]
+        inner[place][key] = value
+        with contextlib.suppress(DroppedError):
+            Index.read(iter([(1, parse_served(changed, "1"))]))
 
 
 def test_the_newest_conversations_are_held_out(target_folder: Path, tmp_path: Path) -> None:

@@ -70,11 +70,11 @@ def parse_messages(turns: list[Any]) -> list[Message]:
 def parse_tools(tools: Any) -> list[dict[str, Any]]:
     """A record's definitions of tools, maybe as JSON text; raises DroppedError: ``broken_tools``, ``invalid_text``."""
     definitions = _objects(tools, "broken_tools")
-    _check_text(definitions)
+    check_text(definitions)
     return definitions
 
 
-def _check_text(value: Any) -> None:
+def check_text(value: Any) -> None:
     """Raise DroppedError if a text in ``value`` has a lone surrogate, which JSON allows and tokenizers do not."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -98,7 +98,7 @@ def _message(turn: Any) -> Message:
         message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
     if not isinstance(message["content"], str):
         raise DroppedError("non_string_value")
-    _check_text(message)
+    check_text(message)
     if not message["content"].strip() and message["role"] != "tool" and "tool_calls" not in message:
         raise DroppedError("empty_turn")
     return message

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.dialogues.json_records import Unreadable
-from data_prep.dialogues.messages import DroppedError, first_value
+from data_prep.dialogues.messages import DroppedError, check_text, first_value
 from data_prep.dialogues.reader import TURN_KEYS, Dialogue, first_question, parse_record, same_question
 
 CONVERSATION_KEYS = ("conversation_id", "session_id", "thread_id", "chat_id")
@@ -52,7 +52,8 @@ def parse_served(record: Any, place: str, changed: Counter[str] | None = None, o
 
     Raises:
         DroppedError: as ``parse_record``, or ``failed_request``, ``no_request`` (a response without its request),
-            ``no_answer``, ``content_filter``, or ``template_options`` (a request with chat_template_kwargs).
+            ``no_answer``, ``content_filter``, ``broken_time``, or ``template_options`` (a request with
+            chat_template_kwargs).
     """
     if isinstance(record, Unreadable):
         raise DroppedError(record.reason)
@@ -77,6 +78,7 @@ def parse_served(record: Any, place: str, changed: Counter[str] | None = None, o
     )
     head = dialogue.messages[0]["content"] if dialogue.messages[0]["role"] == "system" else ""
     conversation = f"{head}\n{first_question(dialogue)}" if name is None else str(name)
+    check_text(conversation)
     written = frozenset(answers[-1:] if logged else answers)
     return Served(dialogue, written, conversation, _time(places), _prompt_tokens(response or record))
 
@@ -135,10 +137,12 @@ def _as_text(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time(places: list[dict[str, Any]]) -> float | None:
-    """Seconds since 1970 of the first key that is a time."""
+    """Seconds since 1970 of the first key that is a time; DroppedError for an integer beyond a float's range."""
     for value in (each[key] for each in places for key in TIME_KEYS if each.get(key) is not None):
         try:
             seconds = float(value)
+        except OverflowError:
+            raise DroppedError("broken_time") from None
         except (TypeError, ValueError):
             try:
                 seconds = datetime.datetime.fromisoformat(value).timestamp()
