@@ -14,7 +14,7 @@ from test_split import write
 
 from data_prep import inspect
 from data_prep.dialogues.encoding import load_tokenizer
-from data_prep.store.ownership import ownership, spans
+from data_prep.store.ownership import Ownership, ownership, spans
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, make_drafter
 from drafters.config import validate
@@ -83,6 +83,15 @@ def test_prompts_of_the_traffic_are_taken_out_of_the_guard(
     assert [message["content"].strip() for message in served.measured[0].question] == ["QUESTION  2", "one", "Why?"]
 
 
+@pytest.mark.parametrize(
+    ("answers", "surprising", "is_own"),
+    [(35, 2, True), (35, 4, True), (35, 6, False), (400, 20, True), (400, 36, False), (2000, 999, False)],
+)
+def test_few_answers_may_surprise_by_chance(answers: int, surprising: int, is_own: bool) -> None:
+    """Catches a limit of 5% without an interval, which refuses a fifth of the genuine logs of 35 answers."""
+    assert Ownership(answers, surprising=surprising).is_own == is_own
+
+
 def test_whose_answers_they_are(target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches sampled answers that are taken for another model's, and another model's that are trained on."""
     plain = make_drafter("autoregressive", target)
@@ -105,5 +114,8 @@ def test_whose_answers_they_are(target: TargetModel, tmp_path: Path, capsys: pyt
     assert spans(torch.tensor([0, 1, 1, 0, 1], dtype=torch.bool)) == [(1, 3), (4, 5)]
     assert inspect.main([str(tmp_path / "sampled"), "--own"]) == 0
     assert "are the target's first choice" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="the answers are not this target's own"):
+    with pytest.raises(ValueError, match="the answers are not this target's own: .* a temperature above 1"):
         inspect.main([str(tmp_path / "other"), "--own"])
+    tiny_run.write_store(tmp_path / "short", target, [ids[:4] for ids in greedy], [mask[:4] for mask in masks])
+    with pytest.raises(ValueError, match="no answer has two tokens or more, so that none can be tested"):
+        inspect.main([str(tmp_path / "short"), "--own"])

@@ -6,6 +6,7 @@ or of another question, have tokens that the target finds far less likely. The s
 tell these from sampled answers.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ SURPRISING = 4.0  # standard deviations
 MOST_SURPRISING = 0.05  # share of answers; own sampled answers of the bundled target have 0.024, another model's 0.11
 ANSWERS, TOKENS = 400, 20_000  # most that are tested
 ROWS = 256  # logits computed at once
+ALPHA = 0.05  # largest chance to refuse answers whose true share is MOST_SURPRISING
 LEAST_VARIANCE = 1e-6  # of an answer whose every token is certain
 
 
@@ -35,15 +37,17 @@ class Ownership:
 
     @property
     def is_own(self) -> bool:
-        """Whether the answers are the target's own."""
-        return self.surprising <= MOST_SURPRISING * self.answers
+        """Whether the answers may be the target's own: a share up to MOST_SURPRISING is not refuted by these counts."""
+        n, p = self.answers, MOST_SURPRISING
+        logs = (math.log(math.comb(n, k)) + k * math.log(p) + (n - k) * math.log(1 - p) for k in range(self.surprising))
+        return 1 - sum(map(math.exp, logs)) >= ALPHA  # P(X >= surprising) of a binomial X
 
     def describe(self) -> str:
         """One line."""
         return (
             f"answers: {self.agreeing / max(self.tokens, 1):.1%} of {self.tokens:,} tokens are the target's first "
             f"choice; {self.surprising} of {self.answers} answers ({self.surprising / max(self.answers, 1):.1%}) are "
-            f"less likely than its own would be (at most {MOST_SURPRISING:.0%} may be)"
+            f"less likely than its own would be (significantly more than {MOST_SURPRISING:.0%} are refused)"
         )
 
 
@@ -51,11 +55,14 @@ def check_own(folder: Path) -> None:
     """Print the result for the store in ``folder``; raise ValueError if the answers are not the target's own."""
     counts = ownership(FeatureStore.open(folder))
     print(counts.describe(), flush=True)
+    if not counts.answers:
+        raise ValueError(f"{folder}: no answer has two tokens or more, so that none can be tested; give longer answers")
     if not counts.is_own:
         raise ValueError(
             f"{folder}: the answers are not this target's own: another model wrote them, another template was used, "
-            "or they belong to other questions. A drafter learns the target's continuations: give the log of this "
-            "target, or let it answer the questions (python -m data_prep.regenerate)"
+            "they were sampled at a temperature above 1, or they belong to other questions. A drafter learns the "
+            "target's continuations: give the log of this target, or let it answer the questions "
+            "(python -m data_prep.regenerate)"
         )
 
 
