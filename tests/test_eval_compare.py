@@ -109,6 +109,22 @@ def test_runs_that_differ_on_all_prompts_alike(quick: None) -> None:
     assert min(moods) < 0.6 and max(moods) > 1.7
 
 
+def test_turns_of_a_conversation_count_together() -> None:
+    """Catches turns as independent prompts, which makes the interval too narrow, and names of prompts that look like
+    turns."""
+
+    def named(turns: int) -> Read:
+        found, lines = report(0)
+        for line in lines:
+            first, turn = divmod(line["index"], turns)
+            line["prompt"] = f"HumanEval/{first}" + (f"/{turn + 1}" if turn else "")
+        return found, lines
+
+    for turns in (1, 3):
+        rows = compared(named(turns), named(turns), NAMES)["rows"]
+        assert {row["prompts"] for row in rows} == {PROMPTS // turns} and len(rows) == 7
+
+
 def test_what_differs_is_said_and_not_compared() -> None:
     """Catches speeds of two machines side by side, other texts that pass for the same, and settings left unsaid."""
     a, b = report(0), report(1, cpu="other", config={"drafters": [{"drafter": "eagle", "depth": 6}]})

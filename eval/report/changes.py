@@ -30,13 +30,14 @@ UNTESTED = "tokens/s"  # one run each cannot separate a method from the machine'
 BETWEEN_RUNS = 0.012
 FEWEST = 2  # prompts
 ABOUT = f"""\
-Figures are over the prompts that both reports measured (a batch counts as one); of several rounds, the median one. In
-brackets the 95% interval of the paired bootstrap over prompts. *p*: of a sign-flip test (if both runs were of one
-thing, the two of a prompt could be swapped), with Holm's method over all tested lines: two reports of the same thing
-show a change in at most one of twenty comparisons. A speedup's p and interval include the difference of two
-processes of the same thing on all prompts, a standard deviation of {BETWEEN_RUNS:.1%}, which was measured on a CPU of
-two cores. tokens/s is not tested: the speed of a machine changes for all prompts and methods alike, as plain decoding's
-line shows. The speedup, of methods that take turns, does not depend on it.
+Figures are over the prompts that both reports measured; of several rounds, the median one. A batch counts as one
+prompt, and so do the turns of a conversation. In brackets the 95% interval of the paired bootstrap over prompts. *p*:
+of a sign-flip test (if both runs were of one thing, the two of a prompt could be swapped), with Holm's method over all
+tested lines: two reports of the same thing show a change in at most one of twenty comparisons. A speedup's p and
+interval include the difference of two processes of the same thing on all prompts, a standard deviation of
+{BETWEEN_RUNS:.1%}, which was measured on a CPU of two cores. tokens/s is not tested: the speed of a machine changes for
+all prompts and methods alike, as plain decoding's line shows. The speedup, of methods that take turns, does not depend
+on it.
 """
 
 
@@ -60,16 +61,20 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
     ]
     for key in (key for key in keys[0] if key in keys[1]):
         units = [unit for unit in runs[0].get(key, {}) if unit in runs[1].get(key, {})]
-        if len(units) < FEWEST:
+        conversations = _conversations([name for name, _ in units])
+        if len(set(conversations)) < FEWEST:
             continue
         for name, (columns, figure) in FIGURES.items():
             if name in left_out or (name != "tokens/s" and key[0] in plain):
                 continue  # plain decoding has tau 1 and speedup 1
             pair = [np.array([[of[key][unit][c] or 0.0 for c in columns] for unit in units], float) for of in runs]
             usable = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # without prompts of no decoded tokens or no steps
-            if usable.sum() >= FEWEST:
+            named, places = np.unique(np.array(conversations)[usable], return_inverse=True)
+            if len(named) >= FEWEST:
+                of_conversation = np.arange(len(named))[:, None] == places  # [conversations, prompts]
+                first, second = (of_conversation @ values[usable] for values in pair)
                 between = BETWEEN_RUNS if name == "speedup" else 0.0
-                comparison = asdict(change(pair[0][usable], pair[1][usable], figure, between))
+                comparison = asdict(change(first, second, figure, between))
                 rows.append({"drafter": key[0], "temperature": key[1], "batch": key[2], "figure": name, **comparison})
     if not rows:
         methods = [sorted({key[0] for key in of}) for of in runs]
@@ -99,6 +104,12 @@ def _by_key(lines: list[Line]) -> dict[Key, dict[Unit, Line]]:
         units = by_key.setdefault((line["drafter"], line["temperature"], line["batch"]), {})
         units[line["prompt"], line["prompt_tokens"]] = line
     return by_key
+
+
+def _conversations(names: list[str]) -> list[str]:
+    """Return the conversation of each prompt: later turns of ``q81`` are ``q81/2``, ``q81/3`` (eval.measure.turns)."""
+    known, split = set(names), [name.rpartition("/") for name in names]
+    return [first if turn.isdigit() and first in known else first + slash + turn for first, slash, turn in split]
 
 
 def _plain(report: dict[str, Any]) -> str:
