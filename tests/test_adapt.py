@@ -97,6 +97,8 @@ def test_from_a_log_to_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     published = files_of(out / "eagle", "you/it")
     texts = [card.encode(), *(text if isinstance(text, bytes) else text.read_bytes() for text in published.values())]
     assert not any(CANARY.encode() in text for text in texts)
+    train.adapt.main([*given, "--push", "you/it"])  # asks for a token, here in vain
+    assert ran[-1] and pythons.asked[-1].startswith(f"-m drafters.hub push {out / 'eagle'} you/it --report")
     with pytest.raises(ValueError, match="holds another adaptation: .*epochs was 4, is 5"):
         train.adapt.main([*given, "--epochs", "5"])
 

@@ -15,6 +15,8 @@ import os
 import sys
 from pathlib import Path
 
+from huggingface_hub import get_token
+
 from data_prep.dialogues.reader import check_source
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.paths import check_model
@@ -71,13 +73,16 @@ def main(arguments: list[str] | None = None) -> None:
     check_guard(config.guard)
     before = config.is_written()
 
-    from train.plan.adapt import write
+    from train.plan.adapt import plan
+    from train.plan.write import write_files
 
     if not before:
         with keeping(lambda: f"nothing was begun. To start again: {command()}"):
-            write(config, parsed.command)
+            write_files(config, plan(config, parsed.command))
+    if config.hub is not None and not get_token():
+        print(f"no Hub token: run `hf auth login` before the push to {config.hub}, the last step")
     sys.stdout.flush()  # in place of this process, so that Ctrl-C reaches the running step and no memory stays in use
-    os.execvp("bash", ["bash", str(config.out / START_SCRIPT)])
+    os.execvp("bash", ["bash", str(config.out / START_SCRIPT), *([config.hub] if config.hub else [])])
 
 
 if __name__ == "__main__":

@@ -345,3 +345,7 @@ class AdaptConfig(ScriptConfig):
     max_length: Length = Field(2048, ge=2, description="tokens of a training dialogue; the rest is cut off")
     most_loss: float = Field(2.0, gt=0, le=100, description="accepted loss of tau on the guard, in percent")
     chat_template: str | None = None
+
+    def settings(self) -> dict[str, object]:
+        """The settings that a repeated command must not change; it may push to another repository."""
+        return {key: value for key, value in super().settings().items() if key != "hub"}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import get_token
 from transformers import PretrainedConfig
 
 from drafters.common.fingerprints import same_weights
@@ -19,7 +18,7 @@ from drafters.model.ends import load_frozen_ends
 from drafters.model.files import free_memory, resolve_device
 from train.configs import START_SCRIPT, AdaptConfig, schema_of, trained_methods
 from train.core.config import TrainConfig
-from train.plan.write import SMALL, fill, write_files
+from train.plan.write import SMALL, fill
 from train.preflight.estimate import target_parameters
 
 NEW_TOKENS = 128  # most tokens of an answer that is measured
@@ -34,8 +33,8 @@ REPEATED |= {"top_k_weight", "top_k", "loss_vocab", "loss_chunk_rows"}
 NOT_REPEATED = {"start", "lm_head_start", "joint", "init_from", "ttt_from", "unroll_from"}
 
 
-def write(adapt: AdaptConfig, command: list[str]) -> None:
-    """Check that head and target fit, and write the configs, the script and the settings.
+def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
+    """Check that head and target fit, and return the texts of the configs and the script by name; print warnings.
 
     Args:
         command: the command line of train.adapt.
@@ -43,11 +42,6 @@ def write(adapt: AdaptConfig, command: list[str]) -> None:
     Raises:
         ValueError: the head is of another target, an adapter, or of a method that is not trained here.
     """
-    write_files(adapt, plan(adapt, command))
-
-
-def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
-    """Return the texts of all files by name; print warnings. Raises ValueError as ``write``."""
     head = config_of(adapt.drafter)
     target = check_head(adapt, head)
     schema, kind = schema_of(head.drafter_type), drafter_class(head.drafter_type)
@@ -73,8 +67,6 @@ def plan(adapt: AdaptConfig, command: list[str]) -> dict[str, str]:
     values["taps"] = list(config.settled(lambda: int(target.num_hidden_layers)).taps)
     if adapt.guard is None:
         print("no --guard: nothing will be known of other prompts than the traffic")
-    if adapt.hub and not get_token():
-        print(f"no Hub token: run `hf auth login` before the push to {adapt.hub}, the last step")
     if not values["lossless"]:
         print("no lossless test: the target in float32 does not fit into memory")
     texts = {f"configs/{name}.yaml": fill(f"adapt/{name}.yaml", values) for name in ("features", "lossless")}

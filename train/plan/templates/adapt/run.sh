@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Written by: {{ command }}
+# bash run.sh [USER/NAME]: with a repository, an accepted head is pushed there.
 # A finished step leaves .done in its folder and does not run again; an interrupted step continues. If you change a
 # config, delete the folders made with the old one.
 set -euo pipefail
 cd {{ here | sh }}
 export PATH={{ bin | sh }}:"$PATH"
 out={{ out | sh }}
+hub=${1:-}
 {% macro step(name, folder, about) %}
 
 # {{ name }}: {{ about }}
@@ -46,13 +48,21 @@ fi
     || grep -q '"verdict": "not shown' "$out/lossless/lossless.json"
 {% endcall %}
 {% endif %}
-{% call step("push" if hub else "card", "card", "write the model card" ~ (", publish" if hub else "")) %}
-  mkdir -p "$out/card"
-  python -m drafters.hub push "$out/{{ method }}" {{ (hub or "you/" ~ name) | sh }} --report "$out/gate/after/traffic" \
-    --figures "$out/gate/figures.json"
-  {%- if lossless %} --certificate "$out/lossless"{% endif %}
-  {%- if not hub %} --card "$out/card/README.md"{% endif %}
+{% macro push(name, more) %}
+  python -m drafters.hub push "$out/{{ method }}" {{ name }} --report "$out/gate/after/traffic" \
+    --figures "$out/gate/figures.json"{{ ' --certificate "$out/lossless"' if lossless }}{{ more }}
+{%- endmacro %}
 
+if [ -z "$hub" ]; then
+{%- call step("card", "card", "write the model card") %}
+  mkdir -p "$out/card"
+{{ push(("you/" ~ name) | sh, ' --card "$out/card/README.md"') }}
 {% endcall %}
+else
+{%- call step("push", "push/$hub", "write the model card, publish") %}
+{{ push('"$hub"', "") }}
+  mkdir -p "$out/push/$hub"
+{% endcall %}
+fi
 
 echo "== $(date +%H:%M) accepted: $out/{{ method }} ($out/gate/gate.md)"
