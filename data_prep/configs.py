@@ -16,6 +16,7 @@ from drafters.config import Amount, Config, Dtype, Layers, Length, Seed, Size, V
 from drafters.methods import check_method, head_shape, learned_methods
 
 READ_BY_TRAINING = ("train", "heldout")  # names of splits
+CONVERSATIONS = 2000  # of a log, the newest ones, for data_prep.traffic and train.adapt
 StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
 NOT_FOR_OPTIONS = {  # keywords of vllm.LLM that vllm.options may not set, and what to do instead
     "model": "give target", "revision": "give revision", "dtype": "give dtype", "max_model_len": "give max_length",

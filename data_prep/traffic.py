@@ -11,12 +11,11 @@ tokenizer or template. Prints counts, and writes counts and a hash of the log; t
 
 from pathlib import Path
 
+from data_prep.configs import CONVERSATIONS
 from data_prep.dialogues.reader import check_source
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
-
-CONVERSATIONS = 2000
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,7 +23,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("log", help="JSON lines, gzipped or not: a request with its response in each")
     parser.add_argument("--target", required=True, help="folder or Hub repository of the model that answered")
     parser.add_argument("--out", required=True, type=Path, help="folder of the three files and traffic.json")
-    parser.add_argument("--conversations", type=positive, default=CONVERSATIONS, help="most, the newest (default 2000)")
+    parser.add_argument(
+        "--conversations", type=positive, default=CONVERSATIONS, help=f"most, the newest (default {CONVERSATIONS})"
+    )
     parser.add_argument("--chat-template", help="file with the Jinja template that the server used, if not the model's")
     parsed = parser.parse(arguments)
     check_source(parsed.log)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 from huggingface_hub.utils import validate_repo_id
 from pydantic import Field, field_validator, model_validator
 
+from data_prep.configs import CONVERSATIONS
 from data_prep.dialogues.reader import source_digest
 from drafters.common.files import check_folder
 from drafters.common.provenance import changes
@@ -341,7 +342,7 @@ class AdaptConfig(ScriptConfig):
     guard: str | None = None
     lora: bool = False
     epochs: Amount = Field(4, ge=1, description="passes over the training conversations")
-    conversations: Amount = Field(2000, ge=1, description="most, the newest")
+    conversations: Amount = Field(CONVERSATIONS, ge=1, description="most, the newest")
     max_length: Length = Field(2048, ge=2, description="tokens of a training dialogue; the rest is cut off")
     most_loss: float = Field(2.0, gt=0, le=100, description="accepted loss of tau on the guard, in percent")
     chat_template: str | None = None
