@@ -58,8 +58,15 @@ def test_forms_of_logs() -> None:
     assert (served.time, served.prompt_tokens, served.answers) == (1_790_000_000.0, 9, frozenset({1}))
     body = {"request": {"body": SERVED["request"]}, "response": {"status_code": 200, "body": SERVED["response"]}}
     flat = SERVED["request"] | SERVED["response"]
+    texts = {key: json.dumps(value) for key, value in SERVED.items()}
     for other in (body, flat, {"request": SERVED["request"], "response": "Four.", "timestamp": "2026-09-21T12:26:40Z"}):
         assert parse_served(other, "1").dialogue.messages[0] == first
+    assert parse_served(texts, "1") == served
+    told = {"messages": [{"role": "developer", "content": "Be brief."}, USER]}
+    as_json = parse_served({"request": told, "response": '{"four": 4}'}, "1").dialogue.messages
+    assert [(turn["role"], turn["content"]) for turn in as_json] == [
+        ("system", "Be brief."), ("user", USER["content"]), ("assistant", '{"four": 4}')
+    ]  # fmt: skip
     call = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [CALL]}}]}
     assert "tool_calls" in parse_served(SERVED | {"response": call}, "1").dialogue.messages[-1]
     parts = {"messages": [USER | {"content": [{"type": "text", "text": "What is it?"}]}]}
@@ -74,6 +81,10 @@ def test_forms_of_logs() -> None:
         ({"response": {"choices": []}}, "no_answer"),
         ({"response": {"status_code": 500}}, "failed_request"),
         ({"request": {"model": "m"}}, "no_request"),
+        ({"request": {"prompt": "x"}, "response": {"choices": [{"text": "y"}]}}, "text_completion"),
+        ({"response": {"choices": [{"delta": {"content": "Four"}}]}}, "streamed_chunks"),
+        ({"response": [{"choices": [{"delta": {"content": "Four"}}]}]}, "streamed_chunks"),
+        ({"response": 'data: {"choices": [{"delta": {"content": "Four"}}]}\n\ndata: [DONE]'}, "streamed_chunks"),
         ({"conversation_id": "\ud800"}, "invalid_text"),
         ({"created": 10**400}, "broken_time"),
         ({"request": SERVED["request"] | {"chat_template_kwargs": {"enable_thinking": False}}}, "template_options"),
@@ -160,6 +171,8 @@ def test_bad_logs_are_refused(target_folder: Path, tmp_path: Path) -> None:
         ([asked(number, number) for number in range(30)], "train 12, valid 3, heldout 15 usable"),
         ([{"request": {"messages": [USER]}}] * 9, "no record is usable .*dropped 9 .*no_conversations 9"),
         ([{"request": {"messages": [USER]}, "response": None}] * 9, "no record is usable .*no_answer 9"),
+        ([{"request": {"prompt": "x"}, "response": {"choices": [{"text": "y"}]}}], "text_completion 1.*: log /v1/chat"),
+        ([{"request": {"messages": [USER]}, "response": "data: {}"}], "streamed_chunks 1.*: join those of each"),
     ):
         with pytest.raises(ValueError, match=message):
             split(tmp_path, target_folder, rows)

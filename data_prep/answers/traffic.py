@@ -154,6 +154,10 @@ def expected(counts: ReadCounts) -> str:
         return "requests set chat_template_kwargs: write these into a copy of the template, and give --chat-template"
     if reason == "broken_json":
         return "a server's text log (vLLM's 'Received request') lacks the messages; log requests and responses as JSON"
+    if reason == "streamed_chunks":
+        return "answers are logged as streamed chunks: join those of each request into one message"
+    if reason == "text_completion":
+        return "requests of /v1/completions have a prompt and no messages: log /v1/chat/completions"
     return 'a line is {"request": {"messages": [...]}, "response": {"choices": [...]}} or a dialogue with its answers'
 
 

@@ -12,7 +12,7 @@ ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", *TOOL_CALLS), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response"), "tool"),
-    "system": "system",
+    **dict.fromkeys(("system", "developer"), "system"),
 }
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 FOLLOWING = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}

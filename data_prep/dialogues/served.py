@@ -2,10 +2,13 @@
 
 A log's record holds a request with its response, ``{"request": {"messages": [...]}, "response": {"choices": [...]}}``,
 or the keys of both at its top. A batch job's ``body`` around either is opened. The answer of the first choice becomes
-the dialogue's last message, with its reasoning and tool calls as served; the request's ``tools`` are kept.
+the dialogue's last message, with its reasoning and tool calls as served; the request's ``tools`` are kept. Request and
+response may be JSON texts.
 """
 
+import contextlib
 import datetime
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -52,18 +55,19 @@ def parse_served(record: Any, place: str, changed: Counter[str] | None = None, o
 
     Raises:
         DroppedError: as ``parse_record``, or ``failed_request``, ``no_request`` (a response without its request),
-            ``no_answer``, ``content_filter``, ``broken_time``, or ``template_options`` (a request with
-            chat_template_kwargs).
+            ``no_answer``, ``streamed_chunks`` (of an answer), ``text_completion`` (a prompt without messages),
+            ``content_filter``, ``broken_time``, or ``template_options`` (a request with chat_template_kwargs).
     """
     if isinstance(record, Unreadable):
         raise DroppedError(record.reason)
     if not isinstance(record, dict):
         raise DroppedError("not_an_object")
+    record = {key: _opened(value) if key in ("request", "body", "response") else value for key, value in record.items()}
     request, response = _part(record, "request", "body"), _part(record, "response")
     choices = response.get("choices") if response else record.get("choices")
     own, logged = record, choices is not None or "response" in record
     if logged:
-        _check_status(record, request or record)
+        _check_status(record, request or record, choices)
         if not own_template and (request or record).get("chat_template_kwargs"):
             raise DroppedError("template_options")
         own = _with_answer(request or record, choices, record.get("response"))
@@ -86,22 +90,33 @@ def parse_served(record: Any, place: str, changed: Counter[str] | None = None, o
 def _part(record: dict[str, Any], *names: str) -> dict[str, Any]:
     """The request or the response, without a batch job's ``body`` around it; {} if it is missing."""
     part: dict[str, Any] = next((record[name] for name in names if isinstance(record.get(name), dict)), {})
-    body: Any = part.get("body")
+    body: Any = _opened(part.get("body"))
     return body if isinstance(body, dict) else part
+
+
+def _opened(value: Any) -> Any:
+    """A request or a response; one that the log has as JSON text as an object. An answer may be JSON, too."""
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return opened if (opened := json.loads(value)).keys() & {*TURN_KEYS, "choices", "body", "prompt"} else value
+    return value
 
 
 def _metadata(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [part["metadata"] for part in parts if isinstance(part.get("metadata"), dict)]
 
 
-def _check_status(record: dict[str, Any], request: dict[str, Any]) -> None:
-    """Raise DroppedError for a failed request, or a response without its request."""
+def _check_status(record: dict[str, Any], request: dict[str, Any], choices: Any) -> None:
+    """Raise DroppedError for a failed request, a response without its request, and forms that are not read."""
     response = record.get("response")
     status = response.get("status_code", 200) if isinstance(response, dict) else 200
     if record.get("error") or status != 200:
         raise DroppedError("failed_request")
+    chunks = isinstance(choices, list) and any(isinstance(choice, dict) and "delta" in choice for choice in choices)
+    if chunks or isinstance(response, list) or (isinstance(response, str) and response.startswith("data:")):
+        raise DroppedError("streamed_chunks")
     if first_value(request, TURN_KEYS) is None:
-        raise DroppedError("no_request")
+        raise DroppedError("text_completion" if "prompt" in request else "no_request")
 
 
 def _with_answer(request: dict[str, Any], choices: Any, response: Any) -> dict[str, Any]:
