@@ -24,6 +24,7 @@ import eval.gpu
 import eval.roofline
 import eval.speed
 import train.bench.report
+import train.tools.curve
 import train.tools.throughput
 from data_prep.configs import FeaturesConfig
 from drafters.config import from_overrides, load_config
@@ -72,6 +73,10 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
             load_config(FeaturesConfig, line[4], line[5:])
         elif line[2] == "eval.lossless":
             from_overrides(LosslessConfig, [f"target.path={line[4]}", "drafter.drafter=dspark", *line[7:]])
+        elif line[2] == "train.tools.curve":
+            with monkeypatch.context() as elsewhere, pytest.raises(ValueError, match="no folder runs/gpu"):
+                elsewhere.chdir(tmp_path)
+                train.tools.curve.main(line[3:])
         else:
             assert not programs[line[2]][0].main(line[3:])
             assert ran.pop().startswith(line[2])
