@@ -1,5 +1,6 @@
 """python -m eval.gate: what it accepts and refuses, by conversation; and whose answers a store has."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ def test_what_is_accepted(prompts: int, traffic: float, guard: float, accepted: 
     said = gate.verdict(rows, accepted, Namespace(drafter="old", changed="new"))
     assert said.startswith("accepted: serve new" if accepted else "refused: old stays")
     assert list(gate.figures(rows)) == [f"tau on {n}, {prompts} conversations" for n in ("new traffic", "the guard")]
+
+
+@pytest.mark.parametrize(("ratio", "status", "served"), [(1.08, 0, "new"), (0.97, 1, "old")])
+def test_the_status_of_the_gate(
+    ratio: float, status: int, served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a refused head that train.adapt's script certifies and pushes, and a page that says otherwise."""
+    reports = {"before": measured(2.0, 150, 1), "after": measured(2.0 * ratio, 150, 2)}
+    monkeypatch.setattr(gate, "measure", lambda parsed, name, when, prompts, console: when)
+    monkeypatch.setattr(gate, "read", lambda folder: reports[folder])
+    parsed = Namespace(drafter="old", changed="new", most_loss=2.0, out=tmp_path, command=["eval.gate"])
+    assert gate.run(parsed, {"traffic": PromptsConfig(file="traffic.jsonl")}) == status
+    assert json.loads((tmp_path / "gate.json").read_text())["drafter"] == served
+    assert ("refused: old stays" in (tmp_path / "gate.md").read_text()) == bool(status)
 
 
 def test_prompts_of_the_traffic_are_taken_out_of_the_guard(
