@@ -26,7 +26,7 @@ try:
     from eval.report.goals import Ending, Section, page, read_endings
     from eval.report.gpu_parts import GOALS, PARTS, PYTHON
 except ModuleNotFoundError as error:
-    sys.exit(f"error: not installed: {error.name}; pip install {error.name}, or without a network: docs/gpu.md")
+    sys.exit(f"error: not installed: {error.name}; docs/gpu.md lists the packages")
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBC = ctypes.CDLL(None)

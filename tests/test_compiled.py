@@ -33,8 +33,8 @@ def test_compiled_equals_fused(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     compiled = TargetModel(model, engine="compiled")
     assert compiled.engine == "compiled"
     ours = forwards(compiled)
-    expected = {"turn", "add_norm", "gate"} - ({"gate"} if family == "mixtral" else set())
-    assert set(traced) == expected  # ``weigh`` is for CUDA
+    expected = {"rotate", "add_norm", "gate"} - ({"gate"} if family == "mixtral" else set())
+    assert set(traced) == expected  # ``softmax`` is for CUDA
     traced.clear()
     for one, other in zip(ours, forwards(TargetModel(model, engine="fused")), strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)
@@ -51,8 +51,8 @@ def test_inductor_compiles_each_function_twice() -> None:
         heads = torch.randn(1, rows, 12, 32)
         hidden = heads.flatten(2)
         calls: list[tuple[Any, Any]] = [
-            (elementwise.turn, (heads, cos[:, :rows], sin[:, :rows], norm, 1e-6)),
-            (elementwise.weigh, (torch.randn(1, 4, rows, 32), 0.1, bias[:, :rows, 0][:, None], torch.float32)),
+            (elementwise.rotate, (heads, cos[:, :rows], sin[:, :rows], norm, 1e-6)),
+            (elementwise.softmax, (torch.randn(1, 4, rows, 32), 0.1, bias[:, :rows, 0][:, None], torch.float32)),
             (elementwise.add_norm, (hidden, hidden.roll(1), torch.rand(384), 1e-6)),
             (elementwise.gate, (hidden, F.silu)),
         ]

@@ -237,7 +237,7 @@ def test_a_missing_package_is_named() -> None:
     code = "import sys, runpy; sys.modules['pydantic'] = None; sys.argv = ['eval.gpu', '--list']; "
     code += "runpy.run_module('eval.gpu', run_name='__main__')"
     ran = subprocess.run([sys.executable, "-c", code], cwd=eval.gpu.ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 1 and ran.stderr.startswith("error: not installed: pydantic; pip install pydantic"), ran
+    assert ran.returncode == 1 and ran.stderr.startswith("error: not installed: pydantic; docs/gpu.md"), ran
     assert ran.stderr.count("\n") == 1
 
 

@@ -62,6 +62,18 @@ def test_forms_of_logs() -> None:
     for other in (body, flat, {"request": SERVED["request"], "response": "Four.", "timestamp": "2026-09-21T12:26:40Z"}):
         assert parse_served(other, "1").dialogue.messages[0] == first
     assert parse_served(texts, "1") == served
+    message = json.dumps({"role": "assistant", "content": "Four."})
+    assert (
+        parse_served({"request": SERVED["request"], "response": message}, "1").dialogue.messages[1]["content"]
+        == "Four."
+    )
+    with pytest.raises(DroppedError, match="failed_request"):
+        parse_served({"request": SERVED["request"], "response": ' {"error": {"message": "full"}}'}, "1")
+    for answer in ('{"prompt": "four"}', '{"error": "four"}'):
+        assert (
+            parse_served({"request": SERVED["request"], "response": answer}, "1").dialogue.messages[1]["content"]
+            == answer
+        )
     told = {"messages": [{"role": "developer", "content": "Be brief."}, USER]}
     as_json = parse_served({"request": told, "response": '{"four": 4}'}, "1").dialogue.messages
     assert [(turn["role"], turn["content"]) for turn in as_json] == [

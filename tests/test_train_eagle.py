@@ -86,7 +86,7 @@ def test_it_starts_from_a_trained_drafter(settings: dict[str, Any], target: Targ
     tiny_run.train_here(
         "eagle", {**values, "learning_rate": 0.1, "out": str(tmp_path / "b"), "steps": 2, "save_every": 2}
     )
-    huge = {name: 1e30 * weights for name, weights in head.state_dict().items()}  # of which a resumed run reads none
+    huge = {name: 1e30 * weights for name, weights in head.state_dict().items()}  # a resumed run reads none of them
     save_checkpoint(trained, huge, make_config("eagle", {}, target))
     tiny_run.train_here("eagle", {**values, "learning_rate": 0.1, "out": str(tmp_path / "b"), "steps": 3}, resume=True)
     (trained / "model.safetensors").unlink()

@@ -78,8 +78,8 @@ def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("method", ["eagle3", "dspark"])
 def test_a_method_without_plain_formulation_is_measured_alone(method: str, tmp_path: Path) -> None:
-    """Catches an error in the middle of a measurement on a GPU, blocks trained without anchors, and blocks of a
-    length that nobody gave."""
+    """Catches an error in the middle of a measurement on a GPU, blocks trained without anchors, and blocks whose
+    length was not given."""
     shape = "hidden=64,vocab=128,heads=4,kv_heads=2,intermediate=64"
     options = ["--shape", shape, "--method", method, "--rounds", "1", "--steps", "1", "--tokens", "100"]
     options += ["--peak-tflops", "0.1", "--out", str(tmp_path / "result.json"), "precision=float32"]

@@ -38,9 +38,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--most-loss", type=float, default=defaults["most_loss"], help="percent, on the guard (2)")
     parser.add_argument("--lora", action="store_true", help="train low-rank matrices instead of all weights")
     parser.add_argument("--epochs", type=positive, default=defaults["epochs"], help="passes over the traffic (4)")
-    parser.add_argument(
-        "--conversations", type=positive, default=defaults["conversations"], help="most, the newest (2000)"
-    )
+    most = defaults["conversations"]
+    parser.add_argument("--conversations", type=positive, default=most, help=f"most, the newest ({most})")
     parser.add_argument(
         "--max-length", type=positive, default=defaults["max_length"], help="most tokens of a training dialogue (2048)"
     )

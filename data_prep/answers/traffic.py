@@ -45,7 +45,7 @@ class Index:
     conversations: np.ndarray
     prompts: np.ndarray
     questions: np.ndarray  # of the whole dialogue
-    openings: np.ndarray  # the first question if its answer is the target's, too, else as above
+    openings: np.ndarray  # of the first question if the target answered it, else of the whole dialogue
     lengths: np.ndarray  # messages
     sizes: np.ndarray  # characters
 
@@ -114,7 +114,8 @@ def write_traffic(parsed: argparse.Namespace) -> None:
         raise ValueError(
             f"{parsed.log}: {', '.join(f'{name} {len(sides[name])}' for name in NAMES)} usable conversations "
             f"({counts.describe()}), and at least {', '.join(f'{name} {FEWEST[name]}' for name in NAMES)} are needed; "
-            "give a longer log. Records without a conversation_id are one conversation if their system message and "
+            "give a longer log or a larger --conversations. Records without a conversation_id are one conversation if "
+            "their system message and "
             "first question are the same"
         )
     dialogues = collect(parsed, index, sides)
@@ -162,8 +163,8 @@ def expected(counts: ReadCounts) -> str:
 
 
 def split(index: Index, most: int, counts: ReadCounts) -> dict[str, np.ndarray]:
-    """Return the conversations of each side; count those left out. Drop one whose questions an older side has, all of
-    them in order."""
+    """Return the conversations of each side; count those left out. Drop one if a conversation of an older side asks the
+    same questions in this order, or begins with its only question."""
     names = index.by_age()[:most]
     whole, index = len(index.numbers), index.of(np.isin(index.conversations, names))
     unique, of_unique = np.unique(index.conversations, return_inverse=True)

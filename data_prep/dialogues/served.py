@@ -20,6 +20,8 @@ from data_prep.dialogues.reader import TURN_KEYS, Dialogue, first_question, pars
 
 CONVERSATION_KEYS = ("conversation_id", "session_id", "thread_id", "chat_id")
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "start_time", "startTime", "date")
+REQUEST, RESPONSE = {*TURN_KEYS, "prompt", "body"}, {"choices", "body"}  # what one has at least one of
+KEYS = {"request": REQUEST, "body": REQUEST, "response": RESPONSE}
 MILLISECONDS = 1e11  # a larger number of seconds would be after the year 5000
 
 
@@ -62,7 +64,7 @@ def parse_served(record: Any, place: str, changed: Counter[str] | None = None, o
         raise DroppedError(record.reason)
     if not isinstance(record, dict):
         raise DroppedError("not_an_object")
-    record = {key: _opened(value) if key in ("request", "body", "response") else value for key, value in record.items()}
+    record = {key: _opened(value, KEYS[key]) if key in KEYS else value for key, value in record.items()}
     request, response = _part(record, "request", "body"), _part(record, "response")
     choices = response.get("choices") if response else record.get("choices")
     own, logged = record, choices is not None or "response" in record
@@ -90,15 +92,20 @@ def parse_served(record: Any, place: str, changed: Counter[str] | None = None, o
 def _part(record: dict[str, Any], *names: str) -> dict[str, Any]:
     """The request or the response, without a batch job's ``body`` around it; {} if it is missing."""
     part: dict[str, Any] = next((record[name] for name in names if isinstance(record.get(name), dict)), {})
-    body: Any = _opened(part.get("body"))
+    body: Any = _opened(part.get("body"), REQUEST | RESPONSE)
     return body if isinstance(body, dict) else part
 
 
-def _opened(value: Any) -> Any:
-    """A request or a response; one that the log has as JSON text as an object. An answer may be JSON, too."""
-    if isinstance(value, str) and value.startswith("{"):
+def _opened(value: Any, keys: set[str]) -> Any:
+    """A request or a response; one that is JSON text as an object, if it has one of ``keys``, is a message or an error.
+
+    An answer may be JSON, too.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
-            return opened if (opened := json.loads(value)).keys() & {*TURN_KEYS, "choices", "body", "prompt"} else value
+            opened: dict[str, Any] = json.loads(value)
+            message = {"role", "content"} <= opened.keys()
+            return opened if message or opened.keys() & keys or isinstance(opened.get("error"), dict) else value
     return value
 
 
@@ -110,7 +117,7 @@ def _check_status(record: dict[str, Any], request: dict[str, Any], choices: Any)
     """Raise DroppedError for a failed request, a response without its request, and forms that are not read."""
     response = record.get("response")
     status = response.get("status_code", 200) if isinstance(response, dict) else 200
-    if record.get("error") or status != 200:
+    if record.get("error") or status != 200 or (isinstance(response, dict) and response.get("error")):
         raise DroppedError("failed_request")
     chunks = isinstance(choices, list) and any(isinstance(choice, dict) and "delta" in choice for choice in choices)
     if chunks or isinstance(response, list) or (isinstance(response, str) and response.startswith("data:")):

@@ -1,4 +1,4 @@
-"""What fused layers compute between their products. On CUDA each operation is a launch; compiled, each function is."""
+"""Elementwise operations of fused layers, plain or compiled by torch into one CUDA kernel for each function."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @compilable
-def turn(heads: Tensor, cos: Tensor, sin: Tensor, head_norm: Tensor | None, eps: float) -> Tensor:
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, head_norm: Tensor | None, eps: float) -> Tensor:
     """RoPE of ``heads [B, R, heads, D]``, after Qwen3's norm over each head; ``cos``, ``sin``: ``signed`` angles."""
     if head_norm is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], eps=eps) * head_norm
@@ -51,7 +51,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor, head_norm: Tensor | None, eps:
 
 
 @compilable
-def weigh(scores: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def softmax(scores: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Attention weights ``[B, heads, R, S]`` in ``dtype``: the softmax of ``scores * scale + bias``."""
     scores = scores * scale
     return (scores if bias is None else scores + bias).softmax(-1).to(dtype)

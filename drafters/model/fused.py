@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from drafters.config import Quantization
 from drafters.model import backend
 from drafters.model.cache import KVCache, StorageRows
-from drafters.model.elementwise import add_norm, gate, turn, weigh
+from drafters.model.elementwise import add_norm, gate, rotate, softmax
 from drafters.model.linear import EXPERTS, Product
 from drafters.model.loading import has_hooks
 from drafters.model.rows import Angles
@@ -100,7 +100,7 @@ class FusedAttention:
         batch, rows, _ = hidden.shape
         heads = self.heads(hidden).view(batch, rows, -1, self.head_dim)
         turned, values = heads.split_with_sizes((self.query_heads + self.key_heads, self.key_heads), dim=2)
-        turned = turn(turned, *angles, self.head_norm, self.eps)
+        turned = rotate(turned, *angles, self.head_norm, self.eps)
         queries, keys = turned.split_with_sizes((self.query_heads, self.key_heads), dim=2)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if cache is not None:
@@ -136,7 +136,7 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
     """Attention of ``queries [B, heads, R, D]`` over ``keys`` and ``values [B, heads, S, D]``; scores in float32."""
     wide: Any = {} if queries.dtype == torch.float32 else {"out_dtype": torch.float32}
     scores = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), **wide)
-    return weigh(scores.view(*queries.shape[:3], -1), scale, bias, values.dtype) @ values
+    return softmax(scores.view(*queries.shape[:3], -1), scale, bias, values.dtype) @ values
 
 
 class FusedMLP:

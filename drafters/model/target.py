@@ -1,7 +1,8 @@
 """TargetModel: a Hugging Face causal LM run whole or by layer range, over rows of a tree, with one KV cache.
 
 Draft models are TargetModels too. The weights are transformers' own. The engine "stock" calls the model itself; "fused"
-runs layers rewritten for decoding; "graphs" captures either. Loading checks once that what runs here is the model.
+runs layers rewritten for decoding; "graphs" captures either, "compiled" fused layers with compiled elementwise
+operations. Loading checks once that what runs here is the model.
 """
 
 import logging

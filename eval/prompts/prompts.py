@@ -112,7 +112,7 @@ def load_prompts(
         measured, spare, requested = _draw_by_group(config, records, reader, warmup)
     if config.suites:
         spare += _warm_up(tokenizer, warmup - len(spare))
-    if not measured and (elsewhere := skipped["asked_elsewhere"]):
+    if not measured and (elsewhere := skipped["asked_elsewhere"]) and elsewhere == max(skipped.values()):
         raise ValueError(
             f"{config.shown_files}: no prompt is left to measure, {elsewhere} are also in "
             f"{', '.join(map(str, config.apart_from))}; skipped: {dict(skipped)}; give prompts with other questions"

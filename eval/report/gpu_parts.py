@@ -26,12 +26,12 @@ _QWEN_FEATURES = (
 )
 _QWEN_TRAINING = (
     f"target={_QWEN_TARGET} features={_QWEN_TARGET}-features data=null out={_QWEN_TARGET}-dspark epochs=null minutes=1 "
-    "batch_tokens=8192 gradient_accumulation=1 warmup_steps=10 tau_every=null"
+    "batch_tokens=8192 gradient_accumulation=1 warmup_steps=10 tau_every=null trackers=[]"
 )
 _SMOLLM = "runs/real/target"  # with runs/real/answers and data/spec_bench: make gpu-data
 _ANSWERS = (f"{_SMOLLM}/config.json", "runs/real/answers/train.jsonl", "data/spec_bench/question.jsonl")
-_STEPS = "minutes=1.67 batch_tokens=8192 eval_every=500 export_every=500 save_every=100000"
-WHOLE = "whole"  # a file in the folder of a training that ended; one cut off has its exports and a summary, too
+_STEPS = "minutes=1.67 batch_tokens=8192 eval_every=500 export_every=500 save_every=100000 trackers=[]"
+ENDED = "whole"  # a file in the folder of a training that ended; one cut off has its exports and a summary, too
 LEARNED = ("eagle", "eagle31", "dflash", "dspark")  # the best known first, at equal seconds
 BLOCKS = {"dspark": "block_size=7", "dflash": "block_size=16", "eagle3": ""}  # as configs/<method>/qwen3-8b.yaml
 
@@ -45,7 +45,7 @@ def _learned(name: str, method: str, more: str = "") -> Section:
     run = f"{HEADS}/learned/{name}"
     train = f"python train/{method}.py --config configs/learned/{method}.yaml features={HEADS}/learned/features"
     lines = _lines(
-        f"{train} out={run} {_STEPS} {more}", f"touch {run}/{WHOLE}", f"cp {run}/summary.json {{out}}/summary.json"
+        f"{train} out={run} {_STEPS} {more}", f"touch {run}/{ENDED}", f"cp {run}/summary.json {{out}}/summary.json"
     )
     return Section(f"learned-{name}", f"{name} for 100 s on SmolLM2's own answers", lines, "summary.json", 200,
                    needs=("deepspeed",), files=(f"{HEADS}/learned/features/train",), remakes=(run,))  # fmt: skip
@@ -71,10 +71,10 @@ PARTS = [
             _lines("python -m eval.speed --config configs/gpu/learned.yaml out={out}",
                    f"python -m train.tools.curve {' '.join(f'{HEADS}/learned/{name}' for name in LEARNED)} "
                    "--out {out}/curve.json"), "report.json", 240,
-            files=tuple(f"{HEADS}/learned/{name}/{WHOLE}" for name in LEARNED)),
+            files=tuple(f"{HEADS}/learned/{name}/{ENDED}" for name in LEARNED)),
     Section("learned-lossless", "DSpark's certificate",
             _lines(f"python -m eval.lossless --target {_SMOLLM} --drafter {HEADS}/learned/dspark out={{out}}"),
-            "lossless.json", 200, files=(f"{HEADS}/learned/dspark/{WHOLE}",)),
+            "lossless.json", 200, files=(f"{HEADS}/learned/dspark/{ENDED}",)),
     *(_blocks(method) for method in BLOCKS),
     Section("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",
             _lines(f"{_ROOFLINE} compiled=false"), "roofline-llama-7b.json", 200),

@@ -335,6 +335,6 @@ MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpo
 MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype", "data.disk_gb"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
 WATCHING |= {"draft_vocab"}  # of the exported drafter, unless its own LM head has this size (sizes_lm_head)
-WATCHING |= {"tau_every", "tau_device", "tau_keep_target"}  # not its prompts: the best so far was chosen with them
+WATCHING |= {"tau_every", "tau_device", "tau_keep_target"}
 WATCHING |= {"keep", "patience", "trackers"}
 FREE_ON_RESUME = {"out"} | LIMITS | MACHINE | WATCHING

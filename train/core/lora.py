@@ -39,7 +39,7 @@ def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
     if targets == "all-linear" and not pretrained:
         linear = [path for path, part in model.named_modules() if isinstance(part, nn.Linear)]
         targets = [path for path in linear if not path.endswith(AS_THEY_ARE)]
-    elif not pretrained and (wrong := [name for name in AS_THEY_ARE if name in targets]):
+    elif not pretrained and (wrong := [name for name in targets if name.endswith(AS_THEY_ARE)]):
         raise ValueError(f"lora.targets: a drafter's {wrong[0]} stays as it is; leave it out")
     settings = peft.LoraConfig(
         r=lora.r,

@@ -62,7 +62,7 @@ class Task:
         against_logits: the loss compares with the target's logits; else the targets of training are the text's tokens.
         layers_config: the configuration of the module's layers.
         lm_heads: names of weights that are LM heads or embeddings; the module's forward takes no product with them.
-        draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``, else those of ``init_from``; None without.
+        draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``, else those of ``init_from``, or None.
         pair: tensors of the candidates of ``init_from``. rows_options: its options of which rows of the LM head draft.
         block_rows, slots: of a block drafter, the rows of a block, and those that predict.
         reach: tokens before a block that it attends to; None: all.

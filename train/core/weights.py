@@ -20,7 +20,7 @@ from drafters.hub.checkpoint import (
     save_checkpoint,
 )
 from drafters.methods import drafter_class
-from drafters.model.candidates import TENSORS, CandidateOptions, head_fingerprint, without_pair
+from drafters.model.candidates import AGAIN, TENSORS, CandidateOptions, head_fingerprint, without_pair
 from drafters.model.draft_head import DRAFT_IDS, DraftHeadOptions
 from drafters.model.head_adapter import fingerprint, load_head
 from train.core.config import TrainConfig
@@ -103,10 +103,12 @@ def _keep_rows(task: Task, section: dict[str, Any], weights: dict[str, Tensor]) 
     if task.config.draft_vocab is not None and not task.config.sizes_lm_head:
         kept |= dict.fromkeys(kept.keys() & {"draft_vocab", "candidates"})
     if kept.get("candidates"):
+        if len(pair) < len(TENSORS):
+            raise ValueError(f"init_from: it has candidates={kept['candidates']} and no pair for them; {AGAIN}")
         if "lm_head.weight" in weights:  # its own
             fits = task.config.lora is not None
         else:
-            fits = int(pair[TENSORS[-1]]) == int(head_fingerprint(head.weight, head.bias))
+            fits = head.weight.is_meta or int(pair[TENSORS[-1]]) == int(head_fingerprint(head.weight, head.bias))
         task.pair = pair if fits else {}
         kept |= {} if fits else {"candidates": None}
     if kept.get("draft_vocab") and DRAFT_IDS in weights:

@@ -58,8 +58,9 @@ def find_frequent(task: Task, train: Source) -> str | None:
     said = f"draft_vocab={len(task.draft_ids):,} covers {covered:.1%} of the training answers' tokens"
     if covered >= LEAST_COVERED:
         return said
-    of_head = ", or leave init_from out, whose tokens these are" if task.config.init_from else ""
-    return f"warning: {said}, and no other can be drafted; set a larger draft_vocab{of_head}"
+    kept = task.config.init_from is not None and (draft is None or task.config.sizes_lm_head)
+    advice = "leave init_from out, whose tokens these are, and " if kept else ""
+    return f"warning: {said}, and no other can be drafted; {advice}set a larger draft_vocab"
 
 
 def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Tensor:

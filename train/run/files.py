@@ -140,10 +140,12 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
             f"--resume: there is no run at {run} with a saved state; start without --resume, or {states.advice()}"
         )
     now = by_key(config.model_dump(mode="json"))
+    recorded = read_info(run)["config"]
     free = FREE_ON_RESUME - ({"draft_vocab"} if config.sizes_lm_head else set())
+    if recorded.get("tau_every") is None:  # else they have chosen the best so far
+        free |= {"tau_prompts", "tau_new_tokens"}
     now = {key: value for key, value in now.items() if key not in free}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
-    recorded = read_info(run)["config"]
     if "head" not in recorded:  # a run from before its keys were a group
         recorded = config.gathered(config.older | recorded)
     head = defaults(type(config.head)) | recorded["head"]
