@@ -22,7 +22,7 @@ from drafters.hub import checkpoint
 from drafters.layouts.export import export
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.model.candidates import TENSORS, Candidates, add_pair, head_fingerprint
+from drafters.model.candidates import TENSORS, Candidates, add_pair, head_fingerprint, without_pair
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.head_adapter import fingerprint
 from train.tools import candidates as program
@@ -326,9 +326,13 @@ def test_what_else_reads_checkpoints(target: TargetModel, features: Path, tmp_pa
     stored = checkpoint.load_file(tmp_path / "vllm" / "model.safetensors")
     assert not any("candidates" in name for name in stored)
     values = tiny_run.settings(target.name, features, tmp_path / "run", steps=1, init_from=str(tmp_path / "eagle"))
+    assert not tiny_run.main("eagle", tiny_run.command("eagle", tmp_path, values, "--dry-run")[2:])
     tiny_run.train_here("eagle", values)
     assert load_drafter(str(tmp_path / "run"), target).lm_head.candidates.count == 16
     config, weights = checkpoint.load_checkpoint(tmp_path / "eagle")
+    checkpoint.save_checkpoint(tmp_path / "torn", without_pair(weights), config)
+    with pytest.raises(ValueError, match="it has candidates=16 and no pair for them; fit it again"):
+        tiny_run.train_here("eagle", values | {"out": str(tmp_path / "x"), "init_from": str(tmp_path / "torn")})
     tuned = weights | {"candidates_lm_head": weights["candidates_lm_head"] + 1}
     checkpoint.save_checkpoint(tmp_path / "tuned", tuned, config)
     for name, changes in (("tokens", {"draft_vocab": 40}), ("other", {"init_from": str(tmp_path / "tuned")})):
