@@ -58,10 +58,10 @@ def softmax(scores: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtyp
 
 
 @compilable
-def add_norm(hidden: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``hidden + change``, and its RMSNorm."""
+def add_norm(hidden: Tensor, change: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """``hidden + change``, and its RMSNorm, if it has one."""
     hidden = hidden + change
-    return hidden, F.rms_norm(hidden, weight.shape, weight, eps)
+    return hidden, hidden if weight is None else F.rms_norm(hidden, weight.shape, weight, eps)
 
 
 @compilable
