@@ -115,8 +115,7 @@ def write_traffic(parsed: argparse.Namespace) -> None:
             f"{parsed.log}: {', '.join(f'{name} {len(sides[name])}' for name in NAMES)} usable conversations "
             f"({counts.describe()}), and at least {', '.join(f'{name} {FEWEST[name]}' for name in NAMES)} are needed; "
             "give a longer log or a larger --conversations. Records without a conversation_id are one conversation if "
-            "their system message and "
-            "first question are the same"
+            "their system message and first question are the same"
         )
     dialogues = collect(parsed, index, sides)
     compared = compare_prompts(dialogues, load_tokenizer(parsed.target, None, parsed.chat_template), parsed.log)

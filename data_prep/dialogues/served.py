@@ -20,7 +20,7 @@ from data_prep.dialogues.reader import TURN_KEYS, Dialogue, first_question, pars
 
 CONVERSATION_KEYS = ("conversation_id", "session_id", "thread_id", "chat_id")
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "start_time", "startTime", "date")
-REQUEST, RESPONSE = {*TURN_KEYS, "prompt", "body"}, {"choices", "body"}  # what one has at least one of
+REQUEST, RESPONSE = {*TURN_KEYS, "prompt", "body"}, {"choices", "body"}  # each has one of its keys, or more
 KEYS = {"request": REQUEST, "body": REQUEST, "response": RESPONSE}
 MILLISECONDS = 1e11  # a larger number of seconds would be after the year 5000
 
@@ -97,9 +97,9 @@ def _part(record: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _opened(value: Any, keys: set[str]) -> Any:
-    """A request or a response; one that is JSON text as an object, if it has one of ``keys``, is a message or an error.
+    """Open JSON text that is a request or a response: an object with one of ``keys``, a message, or an error.
 
-    An answer may be JSON, too.
+    All else stays, because an answer may be JSON, too.
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):

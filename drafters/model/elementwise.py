@@ -59,7 +59,7 @@ def softmax(scores: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtyp
 
 @compilable
 def add_norm(hidden: Tensor, change: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """``hidden + change``, and its RMSNorm, if it has one."""
+    """``hidden + change``, and its RMSNorm; without ``weight`` itself again."""
     hidden = hidden + change
     return hidden, hidden if weight is None else F.rms_norm(hidden, weight.shape, weight, eps)
 

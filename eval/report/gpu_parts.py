@@ -31,7 +31,7 @@ _QWEN_TRAINING = (
 _SMOLLM = "runs/real/target"  # with runs/real/answers and data/spec_bench: make gpu-data
 _ANSWERS = (f"{_SMOLLM}/config.json", "runs/real/answers/train.jsonl", "data/spec_bench/question.jsonl")
 _STEPS = "minutes=1.67 batch_tokens=8192 eval_every=500 export_every=500 save_every=100000 trackers=[]"
-ENDED = "whole"  # a file in the folder of a training that ended; one cut off has its exports and a summary, too
+ENDED = "ended"  # a file in the folder of a training that ended; exports and a summary are there after a kill, too
 LEARNED = ("eagle", "eagle31", "dflash", "dspark")  # the best known first, at equal seconds
 BLOCKS = {"dspark": "block_size=7", "dflash": "block_size=16", "eagle3": ""}  # as configs/<method>/qwen3-8b.yaml
 

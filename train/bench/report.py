@@ -213,7 +213,7 @@ def config_of_shape(shape: dict[str, int]) -> LlamaConfig:
         num_attention_heads=shape["heads"],
         num_key_value_heads=shape["kv_heads"],
         intermediate_size=shape["intermediate"],
-        num_hidden_layers=32,  # of any number a head reads equally many states
+        num_hidden_layers=32,  # a head reads equally many states of any depth
         max_position_embeddings=REALISTIC["longest"],
     )
 

@@ -63,7 +63,7 @@ class Task:
         layers_config: the configuration of the module's layers.
         lm_heads: names of weights that are LM heads or embeddings; the module's forward takes no product with them.
         draft_ids: int32 ``[N]``, the tokens of the config's ``draft_vocab``, else those of ``init_from``, or None.
-        pair: tensors of the candidates of ``init_from``. rows_options: its options of which rows of the LM head draft.
+        pair: tensors of the candidates of ``init_from``. rows_options: its options about draft tokens and candidates.
         block_rows, slots: of a block drafter, the rows of a block, and those that predict.
         reach: tokens before a block that it attends to; None: all.
         done: share of the run so far; the loop sets it before each step, and elsewhere it is 1.

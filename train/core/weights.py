@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Keys of a shape that may differ from those of init_from: sizes, which the weights' shapes show, and records.
 SHOWN = {"draft_vocab_size", "trained_steps", "shape"}
-# Options of init_from's checkpoint that the new one keeps: which rows of the LM head draft.
+# Options of init_from's checkpoint that the new one keeps: those about draft tokens and candidates.
 ROWS = DraftHeadOptions.model_fields.keys() | CandidateOptions.model_fields.keys()
 
 
@@ -96,7 +96,8 @@ def init_from(task: Task, checkpoint: str) -> None:
 def _keep_rows(task: Task, section: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Let the task draft with the draft tokens and the candidates of ``init_from``; return its other weights.
 
-    Neither is kept if the config counts new draft tokens, and no candidates of an LM head that is trained or another's.
+    Neither is kept if the config counts new draft tokens. Candidates are for one LM head: they are not kept if it is
+    trained, or if the target has another.
     """
     pair, head = {name: weights[name] for name in TENSORS if name in weights}, task.ends.lm_head
     kept = {key: section[key] for key in ROWS & section.keys() & task.drafter.options.model_fields.keys()}

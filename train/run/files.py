@@ -142,7 +142,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
     now = by_key(config.model_dump(mode="json"))
     recorded = read_info(run)["config"]
     free = FREE_ON_RESUME - ({"draft_vocab"} if config.sizes_lm_head else set())
-    if recorded.get("tau_every") is None:  # else they have chosen the best so far
+    if recorded.get("tau_every") is None:  # otherwise the best so far was chosen with them
         free |= {"tau_prompts", "tau_new_tokens"}
     now = {key: value for key, value in now.items() if key not in free}
     # A run from before a key existed did what ``older`` says, or else what the key's default says.
